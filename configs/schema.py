@@ -1,0 +1,193 @@
+"""RunConfig: everything a run is, from one JSON file and `--set` overrides.
+
+Types are strict, unknown keys are errors, and all problems are reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from model.config import ModelConfig
+from model.loss import LossMethod
+
+
+class ConfigError(ValueError):
+    """One or more mistakes in a run's configuration, each a line that names its key."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Corpus(Section):
+    path: str = Field(min_length=1)
+    """Prefix of PATH.bin and PATH.idx."""
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Share of the samples, relative to the other corpora's weights."""
+
+
+class DataConfig(Section):
+    train: list[Corpus] = Field(min_length=1)
+    validation: str = Field(min_length=1)
+    """Prefix of the held-out corpus."""
+
+
+class TrainingConfig(Section):
+    """What DeepSpeed's own configuration does not hold. Intervals are in optimizer steps."""
+
+    max_steps: int = Field(gt=0)
+    sequence_length: int = Field(gt=0)
+    """Tokens per sample."""
+    seed: int = Field(1234, ge=0)
+    """Weights, sample order and dropout follow from it."""
+    run_folder: str = Field(min_length=1)
+    log_interval: int = Field(10, gt=0)
+    evaluation_interval: int = Field(100, gt=0)
+    evaluation_samples: int = Field(128, gt=0)
+    """Validation samples, over all ranks; fewer when the corpus holds fewer."""
+    save_interval: int = Field(500, gt=0)
+    loss: LossMethod = "auto"
+    """Whether the logits are formed in full or chunk by chunk; "auto" goes by their size."""
+    z_loss: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Coefficient of the squared log-partition function, added to the training loss."""
+    decay_embeddings: bool = True
+    """Whether weight decay applies to embeddings (a tied output head is one)."""
+
+
+class RunConfig(Section):
+    """One run. `deepspeed` is DeepSpeed's own configuration, as in its documentation."""
+
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    deepspeed: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _check_sequence_length(self) -> RunConfig:
+        if self.training.sequence_length > self.model.max_sequence_length:
+            raise ValueError(
+                f"training.sequence_length={self.training.sequence_length} is longer than "
+                f"model.max_sequence_length={self.model.max_sequence_length}"
+            )
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's JSON file, apply `a.b=value` overrides, and check the whole.
+
+    Raises:
+        ConfigError: the file is missing, is not JSON, or holds mistakes (all of them listed).
+    """
+    raw = read_json(path)
+    for override in overrides:
+        _apply_override(raw, override)
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(explain(error, RunConfig)) from None
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """A JSON object from a file; a mistake is named with its line and column."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError([f"{path}: cannot read the config: {reason}"]) from None
+    try:
+        raw = _parse_json(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise ConfigError([f"{path}: not valid JSON at {where}: {error.msg}"]) from None
+    except ValueError as error:
+        raise ConfigError([f"{path}: {error}"]) from None
+    if not isinstance(raw, dict):
+        raise ConfigError([f"{path}: expected a JSON object, found a {type(raw).__name__}"])
+    return raw
+
+
+def _parse_json(text: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        repeated = {key for key in keys if keys.count(key) > 1}
+        if repeated:
+            raise ValueError(f"key given twice: {', '.join(sorted(repeated))}")
+        return dict(pairs)
+
+    def number(text: str) -> int | float:
+        # 5e8 is how DeepSpeed's bucket sizes are written: an integer in exponent notation.
+        value = float(text)
+        return int(value) if "e" in text.lower() and value.is_integer() else value
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not a JSON number")
+
+    return json.loads(text, object_pairs_hook=unique, parse_float=number, parse_constant=refuse)
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not all(key.split(".")):
+        raise ConfigError([f"--set {override}: expected KEY=VALUE, as in training.seed=1"])
+    try:
+        value = _parse_json(text)
+    except ValueError:
+        value = text  # a bare word is a string, so that paths need no quotes
+    *parents, last = key.split(".")
+    node: Any = raw
+    for depth, name in enumerate([*parents, last]):
+        if isinstance(node, list):
+            if not name.isdigit() or int(name) >= len(node):
+                place = ".".join(parents[:depth])
+                raise ConfigError([f"--set {override}: {place} has {len(node)} entries, no {name}"])
+            index: Any = int(name)
+        elif isinstance(node, dict):
+            index = name
+        else:
+            raise ConfigError([f"--set {override}: {'.'.join(parents[:depth])} is not a section"])
+        if depth == len(parents):
+            node[index] = value
+        else:
+            node = node[index] if isinstance(node, list) else node.setdefault(index, {})
+
+
+def explain(error: ValidationError, schema: type[BaseModel], prefix: str = "") -> list[str]:
+    """Pydantic's errors, a line each: the dotted key, what is wrong, and the nearest real name."""
+    lines = []
+    for detail in error.errors():
+        location = [str(part) for part in detail["loc"]]
+        key = prefix + ".".join(location)
+        if detail["type"] == "extra_forbidden":
+            known = _field_names(schema, location[:-1])
+            close = difflib.get_close_matches(location[-1], known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            lines.append(f"{key}: unknown key; {hint}")
+        elif detail["type"] == "missing":
+            lines.append(f"{key}: missing")
+        elif detail["type"] == "value_error":
+            message = detail["msg"].removeprefix("Value error, ")
+            lines.append(f"{key}: {message}" if key else message)
+        else:
+            lines.append(f"{key}: {detail['msg']}; got {json.dumps(detail['input'], default=str)}")
+    return lines
+
+
+def _field_names(schema: type[BaseModel], location: list[str]) -> list[str]:
+    """Field names of the section at `location`, looking through lists and optional types."""
+    for part in location:
+        if part.isdigit():
+            continue
+        annotation = schema.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        schema = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return sorted({field.alias or name for name, field in schema.model_fields.items()})

@@ -1,0 +1,100 @@
+"""manifest.json: what a folder of token files was made of, and what it holds.
+
+It has no dates and no machine's names: the same sources and tokenizer give the same manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+MANIFEST_NAME = "manifest.json"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileRecord(_Record):
+    bytes: int
+    sha256: str
+
+
+class SplitRecord(_Record):
+    """One token file: its .bin and .idx."""
+
+    documents: int
+    tokens: int
+    """End-of-document tokens included."""
+    bin: FileRecord
+    idx: FileRecord
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.bin.sha256} {self.idx.sha256}".encode()).hexdigest()
+
+
+class TokenizerRecord(_Record):
+    kind: Literal["sentencepiece"]
+    sha256: str
+    """Of the model file, a copy of which lies beside the manifest."""
+    vocabulary_size: int
+    special_tokens: dict[str, int]
+
+
+class SourceRecord(_Record):
+    source: str
+    """As given on the command line."""
+    files: int
+    bytes: int
+    """On disk: compressed where the files are."""
+
+
+class Inputs(_Record):
+    """Everything the token files are a function of."""
+
+    sources: tuple[SourceRecord, ...]
+    tokenizer: TokenizerRecord
+    text_key: str
+    skip_invalid: bool
+    validation_fraction: float
+
+
+class Skipped(_Record):
+    """Documents left out."""
+
+    empty: int
+    invalid: int
+
+
+class Manifest(_Record):
+    format_version: Literal[1] = 1
+    inputs: Inputs
+    dtype: str
+    splits: dict[str, SplitRecord]
+    """By the name of the token file: train and, where asked for, validation."""
+    skipped: Skipped
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.inputs.tokenizer.vocabulary_size
+
+
+def read_manifest(prefix: str | Path) -> Manifest | None:
+    """The manifest beside the token file PREFIX, or None if there is none that lists it.
+
+    Raises ValueError if the manifest is damaged or of another version.
+    """
+    path = Path(prefix).with_name(MANIFEST_NAME)
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as problem:
+        first = problem.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise ValueError(f"{path}: {place}: {first['msg']}; prepare the corpus again") from None
+    return manifest if Path(prefix).name in manifest.splits else None

@@ -1,0 +1,294 @@
+"""The on-disk format: Megatron's indexed dataset (MMIDIDX, version 1), with a manifest beside it.
+
+    PREFIX.bin  the tokens of all sequences, one after another
+    PREFIX.idx  little-endian, unaligned:
+        9 bytes   b"MMIDIDX" and two zeros
+        uint64    version: 1
+        uint8     dtype code of the tokens
+        uint64    S: number of sequences
+        uint64    D: number of documents + 1
+        int32[S]  tokens of each sequence
+        int64[S]  where it begins in PREFIX.bin, in bytes
+        int64[D]  the sequence that each document begins with; the last entry is S
+
+Files written here hold one sequence per document; files with several can be read. manifest.json
+(data/manifest.py) names the tokenizer and checksums; corpora from other tools have none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from data.manifest import FileRecord, SplitRecord, read_manifest
+
+TokenArray = npt.NDArray[np.integer]
+
+_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\0\0"
+_VERSION = 1
+
+# Codes 6 and 7 are floating point: not tokens.
+_DTYPES = {
+    code: np.dtype(name)
+    for code, name in {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+_BLOCK = 1 << 20  # elements handled at once where a file is passed over
+
+# Without checksums, both ends of a file tell corpora of equal sizes apart.
+_FINGERPRINT_BYTES = 1 << 16
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype[np.integer]:
+    """uint16 up to 65,535 ids, int32 above: Megatron has no uint32."""
+    return np.dtype("<u2") if vocabulary_size <= 65_535 else np.dtype("<i4")
+
+
+class TokenFileWriter:
+    """Writes PREFIX.bin as documents come, and PREFIX.idx on leaving the `with` block without an
+    error; then both are on the disk and `record` describes them.
+
+    Memory: 4 bytes a document.
+    """
+
+    record: SplitRecord
+
+    def __init__(self, prefix: str | Path, vocabulary_size: int) -> None:
+        self.token_count = 0
+        self.dtype = token_dtype(vocabulary_size)
+        self._prefix = prefix
+        self._vocabulary_size = vocabulary_size
+        self._lengths = array("i")
+        self._bin = _HashedFile(f"{prefix}.bin")
+
+    def append(self, tokens: TokenArray, lengths: npt.NDArray[np.int32]) -> None:
+        """Adds documents.
+
+        Args:
+            tokens: [sum of lengths], the documents one after another.
+            lengths: [documents], tokens of each.
+
+        Raises:
+            ValueError: an id is negative or not below the vocabulary size.
+            OSError: the disk is full or unwritable.
+        """
+        assert len(tokens) == lengths.sum(), "lengths do not add up to the tokens"
+        _check_ids(tokens, self._vocabulary_size, f"{self._prefix}.bin")
+        self._bin.write(tokens.astype(self.dtype).tobytes())
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self.token_count += len(tokens)
+
+    def __enter__(self) -> TokenFileWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        file = self._bin.close()
+        if kind is None:
+            self.record = SplitRecord(
+                documents=len(self._lengths),
+                tokens=self.token_count,
+                bin=file,
+                idx=self._write_index(),
+            )
+
+    def _write_index(self) -> FileRecord:
+        lengths = np.frombuffer(self._lengths, np.int32)
+        count = len(lengths)
+        index = _HashedFile(f"{self._prefix}.idx")
+        index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self.dtype], count, count + 1))
+        index.write(lengths.tobytes())
+        start = np.int64(0)
+        for i in range(0, count, _BLOCK):
+            ends = start + np.cumsum(lengths[i : i + _BLOCK], dtype=np.int64)
+            index.write((np.concatenate(([start], ends[:-1])) * self.dtype.itemsize).tobytes())
+            start = ends[-1]
+        for i in range(0, count + 1, _BLOCK):
+            index.write(np.arange(i, min(i + _BLOCK, count + 1), dtype=np.int64).tobytes())
+        return index.close()
+
+
+class _HashedFile:
+    """A new file whose size and checksum are known when it is closed."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._stream = open(path, "wb")  # noqa: SIM115  closed by close()
+        self._sha256 = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, content: bytes) -> None:
+        with self._naming_file():
+            self._stream.write(content)
+        self._sha256.update(content)
+        self._bytes += len(content)
+
+    def close(self) -> FileRecord:
+        with self._naming_file(), self._stream:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+        return FileRecord(bytes=self._bytes, sha256=self._sha256.hexdigest())
+
+    @contextmanager
+    def _naming_file(self) -> Iterator[None]:
+        """A failed write, as on a full disk, does not say of which file."""
+        try:
+            yield
+        except OSError as problem:
+            raise OSError(problem.errno, problem.strerror, self._path) from None
+
+
+class TokenFile:
+    """A memory-mapped token file. Opening reads a few bytes, whatever the size.
+
+    Attributes:
+        document_count, token_count: totals.
+        dtype: of the tokens.
+        manifest: the one beside it, or None.
+        fingerprint: equal for equal content: from the manifest's checksums, or without a manifest
+            from sizes and both ends of the files.
+
+    Raises:
+        FileNotFoundError: one of the two files is missing.
+        ValueError: they are damaged, truncated, of another format, or not what the manifest says.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.bin_path, self._idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        self.dtype, sequences, entries = self._read_header()
+        bin_bytes = self.bin_path.stat().st_size
+        offset = _HEADER.size
+        self._lengths = _mapped(self._idx_path, np.dtype("<i4"), sequences, offset)
+        offset += 4 * sequences
+        self._pointers = _mapped(self._idx_path, np.dtype("<i8"), sequences, offset)
+        offset += 8 * sequences
+        self._first_sequences = _mapped(self._idx_path, np.dtype("<i8"), entries, offset)
+        described = 0
+        if sequences:
+            described = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+        if bin_bytes != described:
+            raise ValueError(
+                f"{self.bin_path}: {bin_bytes:,} bytes, but its index describes {described:,}: "
+                "truncated or damaged; copy or prepare it again"
+            )
+        if self._first_sequences[0] != 0 or self._first_sequences[-1] != sequences:
+            raise ValueError(
+                f"{self._idx_path}: documents span the sequences {self._first_sequences[0]} to "
+                f"{self._first_sequences[-1]}, expected 0 to {sequences:,}: damaged"
+            )
+        self.document_count = entries - 1
+        self.token_count = bin_bytes // self.dtype.itemsize
+        self._tokens = _mapped(self.bin_path, self.dtype, self.token_count, 0)
+        self.manifest = read_manifest(prefix)
+        self.fingerprint = self._fingerprint(Path(prefix).name)
+
+    def _read_header(self) -> tuple[np.dtype[np.integer], int, int]:
+        """(token dtype, number of sequences, entries of the document index)."""
+        path = self._idx_path
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            content = stream.read(_HEADER.size)
+        if content[: len(_MAGIC)] != _MAGIC[: len(content)] or not content:
+            raise ValueError(f"{path}: not a Megatron index: it begins with {content[:9]!r}")
+        if size < _HEADER.size:
+            raise ValueError(f"{path}: {size} bytes, shorter than its header: truncated")
+        _, version, code, sequences, entries = _HEADER.unpack(content)
+        if version != _VERSION:
+            raise ValueError(f"{path}: format version {version}, expected {_VERSION}")
+        if code not in _DTYPES:
+            raise ValueError(f"{path}: dtype code {code} is not an integer type of the format")
+        expected = _HEADER.size + 12 * sequences + 8 * entries
+        if size != expected or entries < 1:
+            raise ValueError(
+                f"{path}: {size:,} bytes, but its header ({sequences:,} sequences, {entries:,} "
+                f"document entries) describes {expected:,}: truncated or damaged"
+            )
+        return _DTYPES[code], sequences, entries
+
+    def _fingerprint(self, name: str) -> str:
+        if self.manifest is None:
+            digest = hashlib.sha256()
+            for path in (self._idx_path, self.bin_path):
+                size = path.stat().st_size
+                with path.open("rb") as stream:
+                    digest.update(b"%d " % size + stream.read(_FINGERPRINT_BYTES))
+                    stream.seek(max(0, size - _FINGERPRINT_BYTES))
+                    digest.update(stream.read())
+            return digest.hexdigest()
+        split = self.manifest.splits[name]
+        if (split.documents, split.tokens) != (self.document_count, self.token_count):
+            raise ValueError(
+                f"{self.bin_path}: {self.document_count:,} documents and {self.token_count:,} "
+                f"tokens, but manifest.json says {split.documents:,} and {split.tokens:,}"
+            )
+        return split.fingerprint
+
+    def tokens(self, start: int, count: int) -> TokenArray:
+        """[count] tokens of the concatenated documents from token `start`, without a copy."""
+        if not 0 <= start <= start + count <= self.token_count:
+            raise IndexError(
+                f"{self.bin_path}: tokens {start:,} to {start + count:,} of {self.token_count:,}"
+            )
+        return self._tokens[start : start + count]
+
+    def document(self, number: int) -> TokenArray:
+        """The tokens of one document, its end-of-document token included, without a copy."""
+        if not 0 <= number < self.document_count:
+            raise IndexError(f"{self.bin_path}: document {number:,} of {self.document_count:,}")
+        first, end = (int(sequence) for sequence in self._first_sequences[number : number + 2])
+        if first == end:
+            return self._tokens[:0]
+        start = int(self._pointers[first]) // self.dtype.itemsize
+        stop = int(self._pointers[end - 1]) // self.dtype.itemsize + int(self._lengths[end - 1])
+        return self._tokens[start:stop]
+
+    def blocks(self) -> Iterator[TokenArray]:
+        """All tokens, about a million at a time."""
+        for start in range(0, self.token_count, _BLOCK):
+            yield self._tokens[start : start + _BLOCK]
+
+
+def _mapped(path: Path, dtype: np.dtype[np.integer], count: int, offset: int) -> TokenArray:
+    if count == 0:  # the system cannot map nothing
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype, "r", offset, (count,)))
+
+
+def _check_ids(tokens: TokenArray, vocabulary_size: int, where: str) -> None:
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary_size:
+        raise ValueError(
+            f"{where}: token ids from {tokens.min()} to {tokens.max()} do not fit a vocabulary of "
+            f"{vocabulary_size:,}"
+        )
+
+
+def unigram_entropy(token_file: TokenFile, vocabulary_size: int) -> float:
+    """Entropy of the token frequencies in nats per token: the loss of the best model that ignores
+    context, hence what a trained one must beat.
+
+    Raises ValueError if the file holds an id of `vocabulary_size` or above, or no token.
+    """
+    counts = np.zeros(vocabulary_size, np.int64)
+    for block in token_file.blocks():
+        _check_ids(block, vocabulary_size, str(token_file.bin_path))
+        counts += np.bincount(block, minlength=vocabulary_size)
+    if token_file.token_count == 0:
+        raise ValueError(f"{token_file.bin_path}: holds no tokens")
+    shares = counts[counts > 0] / token_file.token_count
+    return math.fsum(-shares * np.log(shares))

@@ -1,0 +1,200 @@
+"""Ranks, process group, device and the DeepSpeed engine.
+
+Together with launch/ this is the only place that reads the environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import socket
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from configs.deepspeed import Hardware
+from configs.schedule import learning_rate
+from configs.schema import RunConfig
+from model.gpt import GPT, build, initialise, parameter_groups
+
+# Environment of one rank under launchers that do not set torch's names: rank, local rank, size.
+MPI_NAMES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    """Ranks on this host."""
+    device: torch.device
+
+    def hardware(self) -> Hardware:
+        cuda = self.device.type == "cuda"
+        bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+        return Hardware(self.world_size, self.device.type, bf16)
+
+
+def read_ranks(local_rank_argument: int | None = None) -> Ranks:
+    """This process's place, from the launcher's variables; alone when there is no launcher.
+
+    The five variables torch needs are completed in the environment, so that no MPI is looked for.
+
+    Raises:
+        ValueError: the launcher's variables contradict each other or the command line.
+    """
+    env = os.environ
+    if "RANK" not in env:
+        for rank, local_rank, size in MPI_NAMES:
+            if int(env.get(size, 1)) > 1:
+                if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
+                    raise ValueError(f"{size}={env[size]}: also set MASTER_ADDR and MASTER_PORT")
+                names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size}
+                env.update({name: env[source] for name, source in names.items()})
+    if "RANK" not in env:
+        if int(env.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError(f"WORLD_SIZE={env['WORLD_SIZE']} but RANK is not set: use a launcher")
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        env.update({**alone, "MASTER_PORT": env.get("MASTER_PORT") or _free_port()})
+    rank_number, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    local_rank_number = int(env.setdefault("LOCAL_RANK", str(local_rank_argument or 0)))
+    if local_rank_argument not in (None, local_rank_number):
+        raise ValueError(
+            f"--local_rank={local_rank_argument} contradicts LOCAL_RANK={local_rank_number}"
+        )
+    if not 0 <= rank_number < world_size:
+        raise ValueError(f"RANK={rank_number} is not below WORLD_SIZE={world_size}")
+    # torchrun and DeepSpeed's launcher use different names for the ranks of one host.
+    local_world_size = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or 1)
+    name = get_accelerator().device_name()
+    device = torch.device(name) if name == "cpu" else torch.device(name, local_rank_number)
+    return Ranks(rank_number, local_rank_number, world_size, local_world_size, device)
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def start_process_group(ranks: Ranks) -> None:
+    """Join the other ranks, and share this host's cores among its ranks.
+
+    Raises:
+        ConnectionError: the rendezvous address is taken or does not answer.
+    """
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if ranks.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // ranks.local_world_size))
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    # A shared-memory all-reduce that only inference uses; building it takes minutes and a compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    try:
+        deepspeed.init_distributed(verbose=False)
+    except torch.distributed.DistNetworkError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise ConnectionError(
+            f"rank {ranks.rank} cannot use the master address {address}: "
+            f"{str(error).splitlines()[0]}; choose another port (--master_port)"
+        ) from None
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def precision(section: dict[str, Any]) -> torch.dtype:
+    """The parameters' dtype under a resolved DeepSpeed section."""
+    if section.get("bf16", {}).get("enabled"):
+        return torch.bfloat16
+    return torch.float16 if section.get("fp16", {}).get("enabled") else torch.float32
+
+
+def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> Any:
+    """The initialised GPT inside a DeepSpeed engine, with its optimizer and schedule."""
+    model = _build_model(config, section, ranks.device)
+    groups = parameter_groups(
+        model,
+        weight_decay=section["optimizer"]["params"].get("weight_decay", 0.0),
+        decay_embeddings=config.training.decay_embeddings,
+    )
+    unpartitioned_float32 = (
+        section["zero_optimization"].get("stage", 0) == 0 and precision(section) == torch.float32
+    )
+    if unpartitioned_float32 and not section.get("gradient_clipping"):
+        section = {**section, "gradient_clipping": math.inf}  # the norm is taken while clipping
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=groups,
+        config=section,
+        lr_scheduler=partial(Schedule, section=section),
+        dist_init_required=False,
+    )
+    if unpartitioned_float32:
+        engine.clip_fp32_gradients = partial(_clip_gradients, engine)
+    return engine
+
+
+def _build_model(config: RunConfig, section: dict[str, Any], device: torch.device) -> GPT:
+    training = config.training
+    if section["zero_optimization"].get("stage", 0) < 3:
+        return build(
+            config.model,
+            seed=training.seed,
+            device=device,
+            dtype=precision(section),
+            loss=training.loss,
+            z_loss=training.z_loss,
+        )
+    # Each module is partitioned as soon as it exists: no rank ever holds the whole model.
+    # Its dtype comes from the config: on a device without float16 the dtype argument is ignored.
+    with deepspeed.zero.Init(config_dict_or_path=section):
+        model = GPT(config.model, loss=training.loss, z_loss=training.z_loss)
+    initialise(
+        model,
+        training.seed,
+        gather=lambda parameter: deepspeed.zero.GatheredParameters(parameter, modifier_rank=0),
+    )
+    return model
+
+
+def _clip_gradients(engine: Any) -> None:
+    """Clip at stage 0 in float32, where DeepSpeed's own clipping throws the norm away."""
+    norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
+    engine._global_grad_norm = norm
+
+
+class Schedule(torch.optim.lr_scheduler.LRScheduler):
+    """configs/schedule.py's learning rate on every parameter group."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, section: dict[str, Any]) -> None:
+        self.section = section
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        lr = learning_rate(self.section, self.last_epoch + 1)
+        return [lr for _ in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Make dropout a pure function of (seed, step, rank).
+
+    Ranks draw different masks, and a resumed run draws the same ones without stored generator
+    states.
+    """
+    digest = hashlib.blake2b(f"{seed}:{step}:{rank}".encode(), digest_size=7).digest()
+    torch.manual_seed(int.from_bytes(digest, "big"))

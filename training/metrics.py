@@ -1,0 +1,224 @@
+"""What a run reports: speed, MFU and memory, to the console, metrics.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+Line = Mapping[str, float | int | None]
+
+# Dense peak FLOP/s (bf16 or fp16 with float32 accumulation, float32), from NVIDIA's data sheets.
+# A name is found by substring, so the more specific one stands first.
+DEVICE_PEAKS: dict[str, tuple[float, float]] = {
+    "A100": (312e12, 19.5e12),
+    "H100 PCIe": (756e12, 51e12),
+    "H100": (989e12, 67e12),
+    "H200": (989e12, 67e12),
+    "L40S": (362e12, 91.6e12),
+    "RTX 4090": (165.2e12, 82.6e12),
+}
+
+
+def device_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that MFU is measured against; None for a GPU that is not in the table.
+
+    A CPU has no useful data sheet: there it is the rate of float32 matrix products, measured now.
+    """
+    if device.type == "cpu":
+        return measured_gemm_flops()
+    name = torch.cuda.get_device_name(device)
+    for known, (half, single) in DEVICE_PEAKS.items():
+        if known in name:
+            return single if dtype == torch.float32 else half
+    return None
+
+
+def measured_gemm_flops(repeats: int = 20) -> float:
+    """Median FLOP/s of a [1024, 3072] x [3072, 768] float32 product on this process's threads."""
+    left, right = torch.randn(1024, 3072), torch.randn(3072, 768)
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        left @ right
+        seconds.append(time.perf_counter() - start)
+    return 2 * 1024 * 3072 * 768 / sorted(seconds)[repeats // 2]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of the device's allocator; on a CPU, the peak resident size of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Speed:
+    """Rates of training steps, without the evaluations and saves between them.
+
+    Steps are only queued on an accelerator: time is read after waiting for the device, and that
+    happens when a line is logged, not at every step.
+
+    Args:
+        tokens_per_step: over all ranks.
+        flops_per_token: of the model, see model/flops.py.
+        peak_flops: FLOP/s of all ranks' devices together; None where unknown.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        tokens_per_step: int,
+        flops_per_token: int,
+        peak_flops: float | None,
+    ) -> None:
+        self.device = device
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
+        self.steps = 0
+        """Steps since the last reading; the training loop counts them up."""
+        self._elapsed = 0.0
+        self._wait_seconds = 0.0
+        self._started = time.perf_counter()
+
+    def _stop(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._elapsed += time.perf_counter() - self._started
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._stop()
+        yield
+        self._started = time.perf_counter()
+
+    def read(self, wait_seconds: float) -> dict[str, float | int | None]:
+        """Means per step since the last reading; `wait_seconds` is the loader's total."""
+        self._stop()
+        step_seconds = self._elapsed / self.steps
+        rate = self.tokens_per_step / step_seconds
+        waited = (wait_seconds - self._wait_seconds) / self.steps
+        self.steps, self._elapsed, self._wait_seconds = 0, 0.0, wait_seconds
+        self._started = time.perf_counter()
+        return {
+            "tokens_per_second": rate,
+            "mfu": rate * self.flops_per_token / self.peak_flops if self.peak_flops else None,
+            "step_seconds": step_seconds,
+            "data_wait_seconds": waited,
+            "memory_peak_bytes": peak_memory_bytes(self.device),
+        }
+
+
+class MetricsWriter:
+    """Writes lines on rank 0; on other ranks it does nothing.
+
+    Opened at a resumed step, it drops what an interrupted run had logged beyond it.
+    """
+
+    def __init__(self, run_folder: Path, *, start_step: int, max_steps: int, enabled: bool) -> None:
+        self.enabled = enabled
+        if not enabled:
+            return
+        # Imported here: only rank 0 pays for it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = run_folder / "metrics.jsonl"
+        keep_lines_up_to(path, start_step)
+        self._lines = path.open("a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(
+            str(run_folder / "tensorboard"), purge_step=start_step + 1, flush_secs=10
+        )
+        self._max_steps = max_steps
+        console = Console(soft_wrap=True)
+        self._bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("", total=max_steps, completed=start_step)
+
+    def training(self, line: Line) -> None:
+        """One optimizer step: step, samples, tokens, loss, lr, grad_norm and what Speed reads."""
+        self._write(line)
+        if self.enabled:
+            self._print(console_line(line, self._max_steps))
+
+    def evaluation(self, step: int, validation_loss: float) -> None:
+        self._write({"step": step, "validation_loss": validation_loss})
+        if self.enabled:
+            perplexity = math.exp(min(validation_loss, 700))
+            self._print(
+                f"step {step:>6}  validation loss {validation_loss:.4f}"
+                f"  perplexity {perplexity:,.1f}"
+            )
+
+    def step(self, step: int) -> None:
+        """Move the progress bar."""
+        if self.enabled:
+            self._bar.update(self._task, completed=step)
+
+    def _print(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def _write(self, line: Line) -> None:
+        if not self.enabled:
+            return
+        self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+        for name, value in line.items():
+            if name != "step" and value is not None:
+                group = "evaluation" if name == "validation_loss" else "training"
+                self._tensorboard.add_scalar(f"{group}/{name}", value, line["step"])
+        self._tensorboard.flush()
+
+    def close(self) -> None:
+        if self.enabled:
+            self._bar.stop()
+            self._lines.close()
+            self._tensorboard.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def keep_lines_up_to(path: Path, step: int) -> None:
+    """Drop lines of later steps, and a last line that a crash left unfinished."""
+    if not path.exists():
+        return
+    kept = []
+    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if not text.endswith("\n"):
+            break
+        if json.loads(text)["step"] <= step:
+            kept.append(text)
+    path.write_text("".join(kept), encoding="utf-8")
+
+
+def console_line(line: Mapping[str, Any], max_steps: int) -> str:
+    mfu = "" if line["mfu"] is None else f"  mfu {line['mfu']:.1%}"
+    norm = "" if line["grad_norm"] is None else f"  grad norm {line['grad_norm']:.3f}"
+    remaining = int((max_steps - line["step"]) * line["step_seconds"])
+    return (
+        f"step {line['step']:>6}/{max_steps}  loss {line['loss']:.4f}  lr {line['lr']:.2e}{norm}"
+        f"  {line['tokens_per_second']:,.0f} tokens/s{mfu}"
+        f"  memory {line['memory_peak_bytes'] / 2**30:.2f} GiB"
+        f"  left {remaining // 3600}:{remaining // 60 % 60:02}:{remaining % 60:02}"
+    )
