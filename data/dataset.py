@@ -57,7 +57,7 @@ class Corpus:
         if self.samples_per_epoch < 1:
             raise ValueError(
                 f"{self.file.bin_path}: {self.file.token_count:,} tokens are too few for one "
-                f"sample of {sequence_length + 1:,}: sequence length {sequence_length:,} and one more"
+                f"sample of {sequence_length + 1:,} (sequence length {sequence_length:,} plus one)"
             )
         manifest = self.file.manifest
         if manifest is not None and manifest.vocabulary_size > vocabulary_size:

@@ -117,7 +117,8 @@ def _read_json_lines(
 
 
 def _parse(line: bytes, text_key: str, where: str, offset: int) -> str:
-    content = _decode(line, where, offset)
+    # Without its newline, where the parser would place the fault of a line cut short.
+    content = _decode(line.rstrip(b"\r\n"), where, offset)
     try:
         record = json.loads(content)
     except json.JSONDecodeError as problem:

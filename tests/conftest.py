@@ -1,0 +1,161 @@
+"""A corpus and a model small enough to train in a test, and a way to run the real commands."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.token_file import TokenFileWriter
+
+ROOT = Path(__file__).parent.parent
+VOCABULARY = 67  # no multiple of anything
+
+# Variables of a launcher or an interactive allocation must not reach the runs under test.
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("SLURM_", "OMPI_", "PMI_", "RANK", "LOCAL_", "WORLD_", "MASTER_"))
+}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train and validation token files of a few documents that can be learnt."""
+    folder = tmp_path_factory.mktemp("corpus")
+    random = np.random.default_rng(0)
+    for split, documents in (("train", 40), ("validation", 6)):
+        with TokenFileWriter(folder / split, VOCABULARY) as writer:
+            for _ in range(documents):
+                length = int(random.integers(20, 200))
+                tokens = (random.integers(VOCABULARY) + np.arange(length)) % VOCABULARY
+                writer.append(tokens, np.array([length], np.int32))
+    return folder
+
+
+@pytest.fixture
+def run_config(corpus: Path, tmp_path: Path) -> dict[str, Any]:
+    """A complete run of 20 steps, as its JSON file would hold it."""
+    return {
+        "model": {
+            "preset": "gpt2",
+            "layers": 2,
+            "width": 32,
+            "heads": 4,
+            "vocabulary_size": VOCABULARY,
+            "vocabulary_multiple": 8,
+            "max_sequence_length": 16,
+            "dropout": 0.1,
+        },
+        "data": {
+            "train": [{"path": str(corpus / "train")}],
+            "validation": str(corpus / "validation"),
+        },
+        "training": {
+            "max_steps": 20,
+            "sequence_length": 16,
+            "run_folder": str(tmp_path / "run"),
+            "log_interval": 1,
+            "evaluation_interval": 10,
+            "evaluation_samples": 8,
+            "save_interval": 10,
+        },
+        "deepspeed": {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0.5,
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.1},
+            },
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {
+                    "warmup_num_steps": 4,
+                    "warmup_type": "linear",
+                    "total_num_steps": 20,
+                    "cos_min_ratio": 0.1,
+                },
+            },
+            "zero_optimization": {"stage": 0},
+        },
+    }
+
+
+@pytest.fixture
+def altered(run_config: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """run_config with keys changed: altered({"training.seed": 3}); a value of ... drops the key."""
+
+    def alter(changes: dict[str, Any]) -> dict[str, Any]:
+        config = copy.deepcopy(run_config)
+        for key, value in changes.items():
+            *parents, last = key.split(".")
+            node = config
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            if value is ...:
+                del node[last]
+            else:
+                node[last] = value
+        return config
+
+    return alter
+
+
+class Command:
+    """Runs the project's commands as a user would, from the project's root."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def python(self, *arguments: str, ranks: int = 1, **options: Any) -> Any:
+        """One process, or `ranks` of them under torchrun."""
+        launcher = [sys.executable]
+        if ranks > 1:
+            launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            launcher += ["--master-port", "0", "--rdzv-backend", "c10d"]
+            launcher += ["--rdzv-endpoint", "localhost:0"]
+        return self.run(*launcher, *arguments, **options)
+
+    def train(self, config: dict[str, Any], *arguments: str, ranks: int = 1, **options: Any) -> Any:
+        path = self.folder / "config.json"
+        path.write_text(json.dumps(config))
+        return self.python("train.py", "--config", str(path), *arguments, ranks=ranks, **options)
+
+    def run(self, *command: str, env: dict[str, str] | None = None, timeout: int = 240) -> Any:
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env=CLEAN | {"PYTHONPATH": str(ROOT)} | (env or {}),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Command:
+    return Command(tmp_path)
+
+
+def read_metrics(run_folder: str | Path) -> list[dict[str, Any]]:
+    text = (Path(run_folder) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture
+def losses() -> Callable[[str], dict[int, float]]:
+    """Step -> training loss of a run folder."""
+
+    def read(run_folder: str) -> dict[int, float]:
+        return {line["step"]: line["loss"] for line in read_metrics(run_folder) if "loss" in line}
+
+    return read

@@ -1,0 +1,51 @@
+"""One rank of test_parity.py: trains each configuration through the real engine and step.
+
+Arguments: a JSON file of configurations by name, and the file rank 0 writes the results to.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import train
+from configs.deepspeed import resolve
+from configs.schema import RunConfig
+from data.loader import Loader
+from training.engine import Ranks, build_engine, read_ranks, seed_step, start_process_group
+
+
+def run(config: RunConfig, ranks: Ranks) -> dict[str, list[float]]:
+    section = resolve(config, ranks.hardware())
+    engine = build_engine(config, section, ranks)
+    data, _ = train.open_data(config)
+    result: dict[str, list[Any]] = {"losses": [], "norms": [], "lrs": [], "samples": []}
+    with Loader(
+        data,
+        micro_batch=section["train_micro_batch_size_per_gpu"],
+        accumulation_steps=section["gradient_accumulation_steps"],
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        device=ranks.device,
+    ) as loader:
+        for step in range(1, config.training.max_steps + 1):
+            seed_step(config.training.seed, step, ranks.rank)
+            result["lrs"].append(engine.get_lr()[0])
+            result["losses"].append(train.mean_over_ranks(train.train_step(engine, loader)))
+            result["norms"].append(train.gradient_norm(engine))
+    engine.destroy()
+    return result
+
+
+if __name__ == "__main__":
+    ranks = read_ranks()
+    start_process_group(ranks)
+    configs = json.loads(Path(sys.argv[1]).read_text())
+    results = {name: run(RunConfig.model_validate(raw), ranks) for name, raw in configs.items()}
+    if ranks.rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    torch.distributed.destroy_process_group()
