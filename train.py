@@ -23,7 +23,7 @@ from torch import Tensor
 
 from configs.deepspeed import BATCH_KEYS, Hardware, resolve
 from configs.schema import ConfigError, RunConfig, load_config
-from data.dataset import Blend, Corpus
+from data.dataset import Blend, Corpus, VocabularyError
 from data.loader import Loader, evaluation_batches
 from data.token_file import unigram_entropy
 from model.flops import training_flops_per_token
@@ -57,26 +57,26 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    local_rank = 0
+    ranks = None
     try:
         ranks = read_ranks(options.local_rank)
-        local_rank = ranks.local_rank
         config = load_config(options.config, options.overrides)
         if options.check:
             return check(config, options.gpus)
         run = prepare(config, ranks)
-        if run.start.step >= config.training.max_steps:
-            say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
-            return 0
-        start_process_group(ranks)
     except (ValueError, OSError) as error:
-        if local_rank == 0:  # the other ranks of this host have the same to say
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1 if isinstance(error, ConnectionError) else 2
+        return fail(error, 2, ranks)
+    if run.start.step >= config.training.max_steps:
+        say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
+        return 0
     try:
+        start_process_group(ranks)
         train(run)
-    finally:
-        torch.distributed.destroy_process_group()
+    except ConnectionError as error:
+        return fail(error, 1)
+    except VocabularyError as error:
+        return fail(error, 2)
+    torch.distributed.destroy_process_group()
     return 0
 
 
@@ -302,6 +302,12 @@ def conclude(run: Run, validation: float) -> None:
         "generate text with\n"
         f"  python -m training.generate --checkpoint {folder} --prompt 'def '",
     )
+
+
+def fail(error: Exception, code: int, ranks: Ranks | None = None) -> int:
+    if ranks is None or ranks.local_rank == 0:  # all ranks of a host find the same mistakes
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return code
 
 
 def say(ranks: Ranks, text: str) -> None:

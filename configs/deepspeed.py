@@ -65,7 +65,8 @@ def _numbers_in_quotes(node: Any, path: str) -> list[str]:
 
 def _resolve_batch(section: dict[str, Any], world_size: int) -> list[str]:
     """train = micro x accumulation x ranks: complete it from what is given, as DeepSpeed does."""
-    given = {key: section.get(key) for key in BATCH_KEYS if section.get(key, "auto") != "auto"}
+    given = {key: section.pop(key) for key in BATCH_KEYS if key in section}
+    given = {key: value for key, value in given.items() if value != "auto"}
     problems = [
         f"deepspeed.{key}: expected a positive integer, got {value!r}"
         for key, value in given.items()

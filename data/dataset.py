@@ -26,6 +26,10 @@ _MASK = (1 << 64) - 1
 MAX_BLEND_PERIOD = 1 << 16
 
 
+class VocabularyError(ValueError):
+    """A token id that the model has no embedding for, found while reading a sample."""
+
+
 class Corpus:
     """The samples of one token file, shuffled anew in every epoch.
 
@@ -71,7 +75,7 @@ class Corpus:
     def sample(self, n: int) -> TokenArray:
         """[sequence_length + 1] tokens of sample n = 0, 1, ...: a view, in the file's dtype.
 
-        Raises ValueError naming file and position if an id is not in the vocabulary.
+        Raises VocabularyError naming file and position if an id is not in the vocabulary.
         """
         start = self.position(n) * self.sequence_length
         tokens = self.file.tokens(start, self.sequence_length + 1)
@@ -90,7 +94,7 @@ class Corpus:
 
     def _refuse(self, tokens: TokenArray, start: int) -> None:
         first = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocabulary_size))[0])
-        raise ValueError(
+        raise VocabularyError(
             f"{self.file.bin_path}: token {start + first:,} is {int(tokens[first])}, but the "
             f"model's vocabulary is {self.vocabulary_size:,}: made for another tokenizer?"
         )

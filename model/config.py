@@ -82,7 +82,8 @@ class ModelConfig(BaseModel):
     def _fill_from_preset(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        switches = PRESETS.get(values.get("preset", "gpt2"), {})
+        # Under a misspelt preset, any will do: the name itself is the one mistake to report.
+        switches = PRESETS.get(str(values.get("preset")), PRESETS["gpt2"])
         filled = {**switches, **values}
         if isinstance(filled.get("heads"), int):
             filled["kv_heads"] = filled.get("kv_heads") or filled["heads"]

@@ -68,14 +68,11 @@ class Window:
     def next_logits(self, tokens: Tensor) -> Tensor:
         """Logits [batch, vocabulary] after tokens [batch, time], of which only the last is new."""
         longest = self.model.config.max_sequence_length
-        if self.length == 0:
-            unread = tokens[:, -longest:]
-        elif self.length < longest:
+        if 0 < self.length < longest:
             unread = tokens[:, -1:]
         else:
-            unread = tokens[:, -max(1, longest // 2) :]
+            unread = tokens[:, -(longest if self.length == 0 else max(1, longest // 2)) :]
             self.length = 0
-        if self.length == 0:
             self.caches = [cached_attention() for _ in self.model.blocks]
         end = self.length + unread.shape[1]
         x, rotary = self.model.embed(unread, torch.arange(self.length, end, device=tokens.device))
@@ -94,9 +91,10 @@ def cached_attention() -> Attend:
         if not past:
             past.extend((k, v))
             return causal_attention(q, k, v, dropout)
-        past[:] = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
+        grouped = k.shape[1] != q.shape[1]
+        past[:] = k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
         # One query, the latest: it sees every key, so there is nothing to mask.
-        return F.scaled_dot_product_attention(q, *past, enable_gqa=k.shape[1] != q.shape[1])
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
 
     return attend
 

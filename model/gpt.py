@@ -270,7 +270,7 @@ def initialise(
                 digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
                 generator = torch.Generator(parameter.device)
                 generator.manual_seed(int.from_bytes(digest, "big"))
-                padded = parameter.shape[0] == model.config.padded_vocabulary_size
+                padded = name in ("token_embedding.weight", "head.weight")
                 rows = model.config.vocabulary_size if padded else parameter.shape[0]
                 parameter[:rows].normal_(0.0, std, generator=generator)
 

@@ -227,11 +227,9 @@ def to_transformers_config(config: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     architecture = _architecture_of(config)
-    values = {theirs: getattr(config, ours) for theirs, ours in architecture.fields.items()}
-    values |= {
-        theirs: ACTIVATIONS[config.mlp]
+    values = {
+        theirs: ACTIVATIONS[config.mlp] if ours == "mlp" else getattr(config, ours)
         for theirs, ours in architecture.fields.items()
-        if ours == "mlp"
     }
     if config.position == "rope":
         values["rope_parameters"] = {

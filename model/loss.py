@@ -99,15 +99,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if z_loss:
                 gradient.mul_(1 + 2 * z_loss * log_z)
             gradient.scatter_add_(1, target, torch.full_like(log_z, -1.0))
-            gradient = gradient.div_(tokens).to(weight.dtype)
+            # Divided by tokens here, unlikely tokens' gradients would be below float16's smallest
+            # number, before the loss scale that comes with backward could save them.
+            gradient = gradient.to(weight.dtype)
             torch.mm(gradient, weight, out=hidden_grad[chunk])
             weight_grad += gradient.T @ hidden[chunk]
         if needs_gradient:
             ctx.save_for_backward(hidden_grad, weight_grad.to(weight.dtype))
+            ctx.tokens = tokens
         return loss / tokens
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        scale = grad_outputs[0]
+        scale = grad_outputs[0] / ctx.tokens
         return hidden_grad * scale, weight_grad * scale, None, None, None

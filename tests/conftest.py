@@ -27,6 +27,10 @@ CLEAN = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-golden", action="store_true", help="record the golden losses anew")
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train and validation token files of a few documents that can be learnt."""

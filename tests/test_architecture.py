@@ -61,7 +61,9 @@ def test_configs_take_only_sizes_and_loss_names_from_the_model() -> None:
 @pytest.mark.parametrize("package", ["model", "data", "configs"])
 def test_light_packages_do_not_import_deepspeed_at_module_level(package: str) -> None:
     for path in sources(package):
-        top_level = [node for node in parse(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        top_level = [
+            node for node in parse(path).body if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
         names = [name for node in top_level for name in imports(node)]
         assert not any(name.split(".")[0] == "deepspeed" for name in names), path
 
@@ -79,7 +81,10 @@ def test_only_the_engine_and_launchers_read_the_environment() -> None:
 
 
 def test_every_config_key_is_read_somewhere() -> None:
-    files = [ROOT / "train.py", *(p for name in ("model", "configs", "training") for p in sources(name))]
+    files = [
+        ROOT / "train.py",
+        *(p for name in ("model", "configs", "training") for p in sources(name)),
+    ]
     read = {
         node.attr
         for path in files

@@ -43,10 +43,14 @@ def claim_run_folder(config: RunConfig) -> Path | None:
     """The newest checkpoint of this run; None for a run that has none yet.
 
     Raises:
-        ValueError: the folder holds something else, another run, or checkpoints without `latest`.
+        OSError: the folder cannot be made or written.
+        ValueError: it holds something else, another run, or checkpoints without `latest`.
     """
     folder = Path(config.training.run_folder)
-    if not folder.exists() or not any(folder.iterdir()):
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder}: no permission to write into this run folder")
+    if not any(folder.iterdir()):
         return None
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: not empty and not a run folder; choose another run_folder")

@@ -55,30 +55,40 @@ def read_ranks(local_rank_argument: int | None = None) -> Ranks:
     """
     env = os.environ
     if "RANK" not in env:
-        for rank, local_rank, size in MPI_NAMES:
-            if int(env.get(size, 1)) > 1:
-                if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
-                    raise ValueError(f"{size}={env[size]}: also set MASTER_ADDR and MASTER_PORT")
-                names = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size}
-                env.update({name: env[source] for name, source in names.items()})
+        _adopt_mpi_names()
     if "RANK" not in env:
-        if int(env.get("WORLD_SIZE", 1)) > 1:
+        if _integer("WORLD_SIZE", 1) > 1:
             raise ValueError(f"WORLD_SIZE={env['WORLD_SIZE']} but RANK is not set: use a launcher")
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        env.update({**alone, "MASTER_PORT": env.get("MASTER_PORT") or _free_port()})
-    rank_number, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    local_rank_number = int(env.setdefault("LOCAL_RANK", str(local_rank_argument or 0)))
-    if local_rank_argument not in (None, local_rank_number):
-        raise ValueError(
-            f"--local_rank={local_rank_argument} contradicts LOCAL_RANK={local_rank_number}"
-        )
-    if not 0 <= rank_number < world_size:
-        raise ValueError(f"RANK={rank_number} is not below WORLD_SIZE={world_size}")
+        env.update({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
+        env.setdefault("MASTER_PORT", _free_port())
+    rank, world_size = _integer("RANK", 0), _integer("WORLD_SIZE", 1)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"RANK={rank} is not below WORLD_SIZE={world_size}")
+    env.setdefault("LOCAL_RANK", str(local_rank_argument or 0))
+    local_rank = _integer("LOCAL_RANK", 0)
+    if local_rank_argument not in (None, local_rank):
+        raise ValueError(f"--local_rank={local_rank_argument} contradicts LOCAL_RANK={local_rank}")
     # torchrun and DeepSpeed's launcher use different names for the ranks of one host.
-    local_world_size = int(env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or 1)
+    local_world_size = _integer("LOCAL_WORLD_SIZE", _integer("LOCAL_SIZE", 1))
     name = get_accelerator().device_name()
-    device = torch.device(name) if name == "cpu" else torch.device(name, local_rank_number)
-    return Ranks(rank_number, local_rank_number, world_size, local_world_size, device)
+    device = torch.device(name) if name == "cpu" else torch.device(name, local_rank)
+    return Ranks(rank, local_rank, world_size, local_world_size, device)
+
+
+def _adopt_mpi_names() -> None:
+    for rank, local_rank, size in MPI_NAMES:
+        if _integer(size, 1) > 1:
+            if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+                raise ValueError(f"{size}={os.environ[size]}: also set MASTER_ADDR and MASTER_PORT")
+            for name, source in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", size)):
+                os.environ[name] = os.environ.get(source, "0")
+
+
+def _integer(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if text and not text.isdigit():
+        raise ValueError(f"{name}={text!r} in the environment: expected a whole number")
+    return int(text or default)
 
 
 def _free_port() -> str:

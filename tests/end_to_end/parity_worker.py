@@ -1,6 +1,7 @@
 """One rank of test_parity.py: trains each configuration through the real engine and step.
 
-Arguments: a JSON file of configurations by name, and the file rank 0 writes the results to.
+Arguments: a JSON file of configurations by name, and the file rank 0 writes the results to. Beside
+losses it records what each update did to the weights, where they are not partitioned.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def run(config: RunConfig, ranks: Ranks) -> dict[str, list[float]]:
     section = resolve(config, ranks.hardware())
     engine = build_engine(config, section, ranks)
     data, _ = train.open_data(config)
-    result: dict[str, list[Any]] = {"losses": [], "norms": [], "lrs": [], "samples": []}
+    result: dict[str, list[Any]] = {"losses": [], "norms": [], "lrs": [], "updates": [], "row": []}
+    weights = all_weights(engine)
     with Loader(
         data,
         micro_batch=section["train_micro_batch_size_per_gpu"],
@@ -37,8 +39,16 @@ def run(config: RunConfig, ranks: Ranks) -> dict[str, list[float]]:
             result["lrs"].append(engine.get_lr()[0])
             result["losses"].append(train.mean_over_ranks(train.train_step(engine, loader)))
             result["norms"].append(train.gradient_norm(engine))
+            before, weights = weights, all_weights(engine)
+            result["updates"].append((weights - before).norm().item())
+            result["row"].append(engine.module.blocks[0].mlp.up.weight[:1].flatten().tolist())
     engine.destroy()
     return result
+
+
+def all_weights(engine: Any) -> torch.Tensor:
+    parameters = [parameter.detach().flatten() for parameter in engine.module.parameters()]
+    return torch.cat(parameters).clone()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ def plain_loop(config: dict[str, Any], world_size: int) -> dict[str, list[float]
             seed_step(training.seed, step, rank)
             for number in range(accumulation):
                 first = (step - 1) * batch + number * micro * world_size + rank * micro
-                rows = [torch.tensor(corpus.sample(n).tolist()) for n in range(first, first + micro)]
+                rows = [
+                    torch.tensor(corpus.sample(n).tolist()) for n in range(first, first + micro)
+                ]
                 tokens = torch.stack(rows)  # [micro, sequence length + 1]
                 loss = model(tokens[:, :-1], tokens[:, 1:]) / accumulation / world_size
                 loss.backward()
@@ -82,37 +84,118 @@ def variants() -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.fixture
+def train_all(command: Any, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Train configurations, by name, in one launch; their results by name."""
+
+    def train(configs: dict[str, Any], ranks: int) -> dict[str, Any]:
+        given, written = tmp_path / "configs.json", tmp_path / "results.json"
+        given.write_text(json.dumps(configs))
+        worker = str(Path(__file__).with_name("parity_worker.py"))
+        done = command.python(worker, str(given), str(written), ranks=ranks, timeout=400)
+        assert done.returncode == 0, done.stderr[-3000:]
+        results: dict[str, Any] = json.loads(written.read_text())
+        assert results.keys() == configs.keys()
+        return results
+
+    return train
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("tied", [True, False])
 def test_same_losses_as_plain_torch(
-    world_size: int, tied: bool, altered: Callable[..., Any], command: Any, tmp_path: Path
+    world_size: int, tied: bool, altered: Callable[..., Any], train_all: Callable[..., Any]
 ) -> None:
     configs = {
         name: altered({**changes, "model.tied_embeddings": tied})
         for name, changes in variants().items()
     }
-    given, written = tmp_path / "configs.json", tmp_path / "results.json"
-    given.write_text(json.dumps(configs))
-    worker = str(Path(__file__).with_name("parity_worker.py"))
-    done = command.python(worker, str(given), str(written), ranks=world_size)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(written.read_text())
-    expected = {
-        accumulation: plain_loop(
-            altered(
-                {
-                    "deepspeed.gradient_accumulation_steps": accumulation,
-                    "model.tied_embeddings": tied,
-                }
-            ),
-            world_size,
-        )
-        for accumulation in (1, 2, 4)
-    }
+    results = train_all(configs, world_size)
+    expected = {}
+    for accumulation in (1, 2, 4):
+        changes = {
+            "deepspeed.gradient_accumulation_steps": accumulation,
+            "model.tied_embeddings": tied,
+        }
+        expected[accumulation] = plain_loop(altered(changes), world_size)
     assert expected[1]["losses"][-1] < 0.95 * expected[1]["losses"][0], "nothing was learnt"
     assert max(expected[1]["norms"]) > 0.5, "nothing was clipped"
     for name, result in results.items():
         reference = expected[configs[name]["deepspeed"]["gradient_accumulation_steps"]]
         for key in ("losses", "norms", "lrs"):
             assert result[key] == pytest.approx(reference[key], rel=RELATIVE), f"{name}: {key}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_update_has_the_logged_lr_and_the_clipped_norm(
+    world_size: int, altered: Callable[..., Any], train_all: Callable[..., Any]
+) -> None:
+    """Plain SGD moves the weights by lr x clipped gradient, so both can be read off them."""
+    configs = {}
+    for stage, offload in ((0, False), (1, False), (2, False), (2, True)):
+        for warmup, accumulation in ((0, 1), (1, 4), (3, 1), (3, 4)):
+            zero: dict[str, Any] = {"stage": stage}
+            if offload:
+                zero["offload_optimizer"] = {"device": "cpu"}
+            name = f"zero {stage} offload {offload} warmup {warmup} accumulation {accumulation}"
+            configs[name] = altered(
+                {
+                    "training.max_steps": 6,
+                    "deepspeed.zero_optimization": zero,
+                    "deepspeed.zero_allow_untested_optimizer": True,
+                    "deepspeed.zero_force_ds_cpu_optimizer": False,
+                    "deepspeed.gradient_accumulation_steps": accumulation,
+                    "deepspeed.gradient_clipping": 0.1,
+                    "deepspeed.optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+                    "deepspeed.scheduler.params.warmup_num_steps": warmup,
+                }
+            )
+    for name, result in train_all(configs, world_size).items():
+        warmup = configs[name]["deepspeed"]["scheduler"]["params"]["warmup_num_steps"]
+        assert min(result["norms"]) > 0.1, f"{name}: the norm is that before clipping"
+        assert result["lrs"][: max(1, warmup)] == pytest.approx(
+            [k / warmup for k in range(1, warmup + 1)] or [0.994], rel=1e-3
+        ), name
+        moved = [update / lr for update, lr in zip(result["updates"], result["lrs"], strict=True)]
+        assert moved == pytest.approx([0.1] * 6, rel=1e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_adam_and_adamw_are_what_they_are_called(
+    kind: str, altered: Callable[..., Any], train_all: Callable[..., Any]
+) -> None:
+    """The first step from zero moments is lr x sign(gradient), decay inside (Adam) or outside."""
+    lr, decay = 0.01, 0.1
+    changes = {
+        "model.dropout": 0.0,
+        "training.max_steps": 1,
+        "deepspeed.gradient_clipping": 1e9,
+        "deepspeed.gradient_accumulation_steps": 1,
+        "deepspeed.optimizer": {
+            "type": kind,
+            "params": {"lr": lr, "weight_decay": decay, "eps": 1e-12},
+        },
+        "deepspeed.scheduler.params.warmup_num_steps": 1,
+    }
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    configs = {
+        "resident": altered(changes),
+        # DeepSpeed's own CPU Adam, compiled on first use.
+        "offload": altered({**changes, "deepspeed.zero_optimization": offload}),
+    }
+    run = RunConfig.model_validate(configs["resident"])
+    model = build(run.model, seed=run.training.seed)
+    corpus = Corpus(run.data.train[0].path, 16, run.training.seed, vocabulary_size=67)
+    tokens = torch.stack([torch.tensor(corpus.sample(n).tolist()) for n in range(8)])
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    weight = model.blocks[0].mlp.up.weight
+    row, gradient = weight[0].detach(), weight.grad[0]
+    if kind == "AdamW":
+        expected = row - lr * (gradient.sign() + decay * row)
+    else:
+        expected = row - lr * (gradient + decay * row).sign()
+    for name, result in train_all(configs, 1).items():
+        assert result["row"][0] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-7), name

@@ -1,0 +1,125 @@
+"""Metrics: the arithmetic of rates, and logs that hold each step once."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from training import metrics
+
+CPU = torch.device("cpu")
+
+
+def test_speed_counts_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    speed = metrics.Speed(CPU, tokens_per_step=1000, flops_per_token=6, peak_flops=24_000.0)
+    for _ in range(4):
+        clock[0] += 0.5
+        speed.steps += 1
+    with speed.paused():
+        clock[0] += 60.0  # an evaluation
+    reading = speed.read(wait_seconds=0.2)
+    assert reading["step_seconds"] == pytest.approx(0.5)
+    assert reading["tokens_per_second"] == pytest.approx(2000.0)
+    assert reading["mfu"] == pytest.approx(2000 * 6 / 24_000)
+    assert reading["data_wait_seconds"] == pytest.approx(0.05)
+    clock[0] += 2.0
+    speed.steps += 1
+    again = speed.read(wait_seconds=0.5)
+    assert again["step_seconds"] == pytest.approx(2.0)
+    assert again["data_wait_seconds"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
+        ("NVIDIA H100 PCIe", torch.float16, 756e12),
+        ("NVIDIA H200", torch.bfloat16, 989e12),
+        ("NVIDIA L40S", torch.bfloat16, 362e12),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5e12),
+        ("Unheard of", torch.bfloat16, None),
+    ],
+)
+def test_peaks_by_name(
+    name: str, dtype: torch.dtype, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert metrics.device_peak_flops(torch.device("cuda", 0), dtype) == expected
+
+
+def test_memory_is_the_peak_and_in_bytes() -> None:
+    before = metrics.peak_memory_bytes(CPU)
+    block = torch.ones(64, 2**20)  # 256 MiB
+    grown = metrics.peak_memory_bytes(CPU)
+    del block
+    assert metrics.peak_memory_bytes(CPU) == pytest.approx(grown, rel=0.01)
+    assert before < 2**40
+    assert grown >= 256 * 2**20
+
+
+def line(step: int, loss: float) -> dict[str, float | int | None]:
+    return {
+        "step": step, "samples": step, "tokens": step, "loss": loss, "lr": 0.1, "grad_norm": None,
+        "tokens_per_second": 1.0, "mfu": None, "step_seconds": 1.0, "data_wait_seconds": 0.0,
+        "memory_peak_bytes": 1,
+    }  # fmt: skip
+
+
+def writer(folder: Path, start: int) -> metrics.MetricsWriter:
+    return metrics.MetricsWriter(folder, start_step=start, max_steps=10, enabled=True)
+
+
+def test_steps_after_a_resume_are_neither_doubled_nor_stale(tmp_path: Path) -> None:
+    exact = 0.1 + 0.2
+    with writer(tmp_path, 0) as first:
+        for step in range(1, 9):
+            first.training(line(step, exact))
+        first.evaluation(5, 2.0)
+        first.evaluation(8, 3.0)
+    with (tmp_path / "metrics.jsonl").open("a") as torn:
+        torn.write('{"step": 9, "lo')
+    with writer(tmp_path, 5) as second:
+        for step in range(6, 11):
+            second.training(line(step, 7.0))
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(entry["step"], entry["loss"]) for entry in lines if "loss" in entry] == [
+        *((step, exact) for step in range(1, 6)),
+        *((step, 7.0) for step in range(6, 11)),
+    ], "full precision, each step once"
+    assert [entry["step"] for entry in lines if "validation_loss" in entry] == [5]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = [(event.step, event.value) for event in events.Scalars("training/loss")]
+    assert [step for step, _ in found] == list(range(1, 11))
+    assert [value for _, value in found[5:]] == [7.0] * 5
+
+
+def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
+    with writer(tmp_path, 0) as open_writer:
+        open_writer.training(line(1, 1.0))
+        assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 1
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        assert [event.step for event in events.Scalars("training/loss")] == [1]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    with metrics.MetricsWriter(tmp_path, start_step=0, max_steps=1, enabled=False) as silent:
+        silent.training(line(1, 1.0))
+        silent.evaluation(1, 1.0)
+        silent.step(1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_diverged_loss_can_still_be_printed(tmp_path: Path) -> None:
+    with writer(tmp_path, 0) as open_writer:
+        open_writer.training(line(1, math.nan))
+        open_writer.evaluation(1, math.inf)

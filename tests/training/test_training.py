@@ -1,0 +1,163 @@
+"""Seeds, ranks, evaluation and the run folder, without an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.schema import RunConfig
+from model.gpt import build
+from training import checkpoint
+from training.engine import read_ranks, seed_step
+from training.evaluate import validation_loss
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No launcher; whatever read_ranks sets is undone."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    for name in list(os.environ):
+        if name in NAMES or name.startswith(("OMPI_", "PMI_", "LOCAL_SIZE")):
+            del os.environ[name]
+    return monkeypatch
+
+
+def draws(seed: int, step: int, rank: int) -> list[float]:
+    seed_step(seed, step, rank)
+    return torch.rand(4).tolist()
+
+
+def test_dropout_differs_by_step_and_rank_and_comes_back() -> None:
+    all_draws = [draws(1, step, rank) for step in range(3) for rank in range(3)]
+    assert len({tuple(values) for values in all_draws}) == 9
+    assert draws(1, 2, 1) == all_draws[7]
+    assert draws(2, 2, 1) != all_draws[7]
+
+
+def test_alone_without_a_launcher(environment: pytest.MonkeyPatch) -> None:
+    ranks = read_ranks()
+    assert (ranks.rank, ranks.local_rank, ranks.world_size) == (0, 0, 1)
+    # All five, or DeepSpeed goes looking for MPI.
+    assert all(os.environ[name] for name in NAMES[:5])
+    assert os.environ["MASTER_PORT"] != "29500"
+
+
+@pytest.mark.parametrize("prefix", ["OMPI_COMM_WORLD_", "PMI_"])
+def test_mpi_names_are_mapped(environment: pytest.MonkeyPatch, prefix: str) -> None:
+    local = "OMPI_COMM_WORLD_LOCAL_RANK" if prefix.startswith("OMPI") else "MPI_LOCALRANKID"
+    os.environ.update({f"{prefix}RANK": "3", f"{prefix}SIZE": "4", local: "1"})
+    with pytest.raises(ValueError, match="also set MASTER_ADDR and MASTER_PORT"):
+        read_ranks()
+    os.environ.update({"MASTER_ADDR": "here", "MASTER_PORT": "1234"})
+    ranks = read_ranks()
+    assert (ranks.rank, ranks.local_rank, ranks.world_size) == (3, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("variables", "argument", "expected"),
+    [
+        ({"WORLD_SIZE": "2"}, None, "RANK is not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, None, "RANK=2 is not below WORLD_SIZE=2"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, 0, "contradicts LOCAL_RANK=1"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, None, "RANK"),
+    ],
+)
+def test_contradicting_launchers(
+    environment: pytest.MonkeyPatch, variables: dict[str, str], argument: Any, expected: str
+) -> None:
+    os.environ.update(variables)
+    with pytest.raises(ValueError, match=expected):
+        read_ranks(argument)
+
+
+class PlainEngine:
+    """What validation_loss needs of an engine, around a bare model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.module = model
+        self.device = torch.device("cpu")
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+    def train(self, mode: bool = True) -> None:
+        self.module.train(mode)
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        return self.module(inputs, targets)
+
+
+@pytest.fixture(scope="module")
+def _process_group() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_validation_is_the_mean_over_samples_without_dropout(run_config: dict[str, Any]) -> None:
+    model = build(RunConfig.model_validate(run_config).model, seed=0)
+    engine = PlainEngine(model)
+    tokens = torch.randint(0, 67, (7, 17))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    batches = [
+        (inputs[:4], targets[:4], 4),
+        (inputs[4:], targets[4:], 3),
+        (inputs[:1], targets[:1], 0),  # a rank that has run out of samples
+    ]
+    loss = validation_loss(engine, batches)
+    assert model.training, "back in training mode, dropout active again"
+    assert torch.is_grad_enabled()
+    model.eval()
+    assert loss == pytest.approx(model(inputs, targets).item(), rel=1e-6)
+
+
+@pytest.mark.usefixtures("_process_group")
+def test_a_failed_evaluation_leaves_training_mode_on(run_config: dict[str, Any]) -> None:
+    model = build(RunConfig.model_validate(run_config).model, seed=0)
+    wrong = torch.full((1, 40), 1)  # longer than the model
+    with pytest.raises(ValueError, match="40 tokens"):
+        validation_loss(PlainEngine(model), [(wrong, wrong, 1)])
+    assert model.training
+    assert torch.is_grad_enabled()
+
+
+def test_what_may_change_when_a_run_goes_on(altered: Callable[..., Any]) -> None:
+    def config(changes: dict[str, Any]) -> RunConfig:
+        return RunConfig.model_validate(altered(changes))
+
+    free = {"training.max_steps": 99, "training.log_interval": 7, "data.validation": "elsewhere"}
+    assert checkpoint.config_differences(config({}), config(free)) == []
+    changed = {"deepspeed.optimizer.params.lr": 0.5, "deepspeed.bf16": {"enabled": True}}
+    assert checkpoint.config_differences(config({}), config(changed)) == [
+        "deepspeed.bf16.enabled: the run has null, the config true",
+        "deepspeed.optimizer.params.lr: the run has 0.01, the config 0.5",
+    ]
+
+
+def test_latest_has_to_name_a_complete_checkpoint(tmp_path: Path) -> None:
+    assert checkpoint.latest_checkpoint(tmp_path) is None
+    checkpoints = tmp_path / "checkpoints"
+    complete = checkpoints / "step-00000010"
+    complete.mkdir(parents=True)
+    (complete / "progress.json").write_text("{}")
+    with pytest.raises(ValueError, match="latest is missing; write one of step-00000010"):
+        checkpoint.latest_checkpoint(tmp_path)
+    (checkpoints / "latest").write_text("step-00000010\n")
+    assert checkpoint.latest_checkpoint(tmp_path) == complete
+    (checkpoints / "latest").write_text("step-00000020")
+    with pytest.raises(ValueError, match="'step-00000020', which is not a complete checkpoint"):
+        checkpoint.latest_checkpoint(tmp_path)
