@@ -1,34 +1,34 @@
 # Two commands: `make train` and `make test`. Both build .venv first, once.
 PYTHON ?= python3
-BIN := .venv/bin
-CONFIG := configs/quickstart.json
-CORPUS := prepared/python-stdlib
+# DeepSpeed looks for ninja and for its launcher's python on the PATH.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: setup setup-test train test
+.PHONY: setup corpus train test
 
 setup: .venv/installed
-setup-test: .venv/installed-test
+corpus: prepared/python-stdlib/manifest.json
+
+train: corpus
+	python train.py --config configs/quickstart.json
+	@echo && echo "What the model writes after 'def ':" && echo
+	python -m training.generate --checkpoint runs/quickstart --prompt "def "
+
+test: .venv/installed-for-tests
+	python -m pytest $(ARGS)
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	python -m pip install --quiet --requirement requirements.txt
 	touch $@
 
-.venv/installed-test: requirements-dev.txt .venv/installed
-	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
+.venv/installed-for-tests: requirements-dev.txt .venv/installed
+	python -m pip install --quiet --requirement requirements-dev.txt
 	touch $@
 
-prepared/python-stdlib.model: .venv/installed
-	$(BIN)/python -m data.tokenizer train --source python-stdlib --vocab-size 4096 --output $@
+# The text every machine has: the source of Python's standard library.
+prepared/python-stdlib.model: | .venv/installed
+	python -m data.tokenizer train --source python-stdlib --vocab-size 4096 --output $@
 
-$(CORPUS)/manifest.json: prepared/python-stdlib.model
-	$(BIN)/python -m data.prepare --source python-stdlib --tokenizer $< --output $(CORPUS) \
-		--validation-fraction 0.05 --workers 2
-
-train: $(CORPUS)/manifest.json
-	$(BIN)/python train.py --config $(CONFIG)
-	@echo; echo "A sample of what the model writes after 'def ':"; echo
-	$(BIN)/python -m training.generate --checkpoint runs/quickstart --prompt "def "
-
-test: .venv/installed-test
-	$(BIN)/python -m pytest
+prepared/python-stdlib/manifest.json: | prepared/python-stdlib.model
+	python -m data.prepare --source python-stdlib --tokenizer prepared/python-stdlib.model \
+		--output prepared/python-stdlib --validation-fraction 0.05

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from configs.deepspeed import BATCH_KEYS, Hardware, resolve
 from configs.schema import ConfigError, RunConfig, load_config
-from data.dataset import Blend, Corpus, VocabularyError
+from data.dataset import Blend, Corpus, VocabularyError, require_one_tokenizer
 from data.loader import Loader, evaluation_batches
 from data.token_file import unigram_entropy
 from model.flops import training_flops_per_token
@@ -142,6 +142,7 @@ def open_data(config: RunConfig) -> tuple[Blend, Corpus]:
     validation = Corpus(
         config.data.validation, length, seed, vocabulary_size=vocabulary, shuffle=False
     )
+    require_one_tokenizer([*corpora, validation])
     return Blend(corpora, [corpus.weight for corpus in config.data.train]), validation
 
 
@@ -268,39 +269,48 @@ def measure_speed(run: Run) -> metrics.Speed:
 def describe(run: Run, engine: Any) -> None:
     """Say what really runs: the optimizer and precision that were chosen, not those asked for."""
     config, section, ranks = run.config, run.section, run.ranks
-    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    decays = sorted({group["weight_decay"] for group in optimizer.param_groups})
     micro, accumulation = (section[key] for key in BATCH_KEYS[1:])
-    tokens = section["train_batch_size"] * config.training.sequence_length
+    length = config.training.sequence_length
     lines = [
         f"model      {config.model.parameter_count():,} parameters in {precision(section)}",
         f"ranks      {ranks.world_size} on {ranks.device.type}, each with "
         f"{torch.get_num_threads()} threads",
-        f"batch      {tokens:,} tokens a step: {config.training.sequence_length} tokens x {micro} "
-        f"samples x {accumulation} accumulation steps x {ranks.world_size} ranks",
-        f"optimizer  {type(optimizer).__module__}.{type(optimizer).__name__}, "
-        f"ZeRO stage {engine.zero_optimization_stage()}, weight decay {decays}",
+        f"batch      {section['train_batch_size'] * length:,} tokens a step: {length} tokens x "
+        f"{micro} samples x {accumulation} accumulation steps x {ranks.world_size} ranks",
+        f"optimizer  {describe_optimizer(engine)}",
     ]
     if ranks.local_world_size > usable_cores():
         lines.append(f"warning    {ranks.local_world_size} ranks share {usable_cores()} cores")
     if run.checkpoint:
         lines.append(f"resuming   {run.checkpoint} at step {run.start.step}")
+    elif (Path(config.training.run_folder) / "metrics.jsonl").exists():
+        lines.append("restarting at step 0: the run folder holds no checkpoint yet")
     say(ranks, "\n".join(lines))
+
+
+def describe_optimizer(engine: Any) -> str:
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    groups = optimizer.param_groups
+    shown = {key: groups[0][key] for key in ("betas", "eps", "momentum") if key in groups[0]}
+    shown["weight_decay"] = sorted({group["weight_decay"] for group in groups})
+    settings = ", ".join(f"{key}={value}" for key, value in shown.items())
+    name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    return f"{name}({settings}), ZeRO stage {engine.zero_optimization_stage()}"
 
 
 def conclude(run: Run, validation: float) -> None:
     """Put the final loss beside what knowing nothing and knowing only frequencies would score."""
-    vocabulary = run.config.model.vocabulary_size
-    folder = run.config.training.run_folder
-    say(
-        run.ranks,
+    if run.ranks.rank != 0:
+        return
+    vocabulary, folder = run.config.model.vocabulary_size, run.config.training.run_folder
+    entropy = unigram_entropy(run.validation_data.file, vocabulary)
+    print(
         f"\nvalidation loss {validation:.3f} nats a token; token frequencies alone would give "
-        f"{unigram_entropy(run.validation_data.file, vocabulary):.3f}, "
-        f"a uniform guess ln {vocabulary} = {math.log(vocabulary):.3f}\n"
-        f"checkpoint in {folder}/checkpoints, metrics in {folder}/metrics.jsonl, curves with\n"
+        f"{entropy:.3f}, a uniform guess ln {vocabulary} = {math.log(vocabulary):.3f}\n"
+        f"checkpoint in {folder}/checkpoints, metrics in {folder}/metrics.jsonl; see the curves\n"
         f"  tensorboard --logdir {folder}\n"
-        "generate text with\n"
-        f"  python -m training.generate --checkpoint {folder} --prompt 'def '",
+        "or generate text\n"
+        f"  python -m training.generate --checkpoint {folder} --prompt 'def '"
     )
 
 

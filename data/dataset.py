@@ -100,6 +100,18 @@ class Corpus:
         )
 
 
+def require_one_tokenizer(corpora: Sequence[Corpus]) -> None:
+    """Raises ValueError if corpora with manifests were made with different tokenizers."""
+    made_with = {
+        str(corpus.file.bin_path): corpus.file.manifest.inputs.tokenizer.sha256
+        for corpus in corpora
+        if corpus.file.manifest is not None
+    }
+    if len(set(made_with.values())) > 1:
+        listed = ", ".join(f"{path} ({sha256[:12]})" for path, sha256 in made_with.items())
+        raise ValueError(f"the corpora were made with different tokenizers: {listed}")
+
+
 class Blend:
     """Samples of several corpora, mixed so that every period gives each exactly its share, and
     every prefix of the run misses no share by a whole sample.

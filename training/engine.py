@@ -81,7 +81,9 @@ def _adopt_mpi_names() -> None:
             if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
                 raise ValueError(f"{size}={os.environ[size]}: also set MASTER_ADDR and MASTER_PORT")
             for name, source in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", size)):
-                os.environ[name] = os.environ.get(source, "0")
+                if source not in os.environ:
+                    raise ValueError(f"{size} is set but not {source}: set {name} yourself")
+                os.environ[name] = os.environ[source]
 
 
 def _integer(name: str, default: int) -> int:

@@ -135,10 +135,11 @@ class MetricsWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         path = run_folder / "metrics.jsonl"
-        keep_lines_up_to(path, start_step)
+        first_step = start_step + 1 if start_step else 0
+        drop_lines_from(path, first_step)
         self._lines = path.open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(
-            str(run_folder / "tensorboard"), purge_step=start_step + 1, flush_secs=10
+            str(run_folder / "tensorboard"), purge_step=first_step, flush_secs=10
         )
         self._max_steps = max_steps
         console = Console(soft_wrap=True)
@@ -199,15 +200,15 @@ class MetricsWriter:
         self.close()
 
 
-def keep_lines_up_to(path: Path, step: int) -> None:
-    """Drop lines of later steps, and a last line that a crash left unfinished."""
+def drop_lines_from(path: Path, step: int) -> None:
+    """Drop the lines of this step and later ones, and a last line that a crash left unfinished."""
     if not path.exists():
         return
     kept = []
     for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
         if not text.endswith("\n"):
             break
-        if json.loads(text)["step"] <= step:
+        if json.loads(text)["step"] < step:
             kept.append(text)
     path.write_text("".join(kept), encoding="utf-8")
 

@@ -7,10 +7,20 @@ import sys
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from data.dataset import MAX_BLEND_PERIOD, Blend, Corpus, blend_shares, fair_order, permute
+from data.dataset import (
+    MAX_BLEND_PERIOD,
+    Blend,
+    Corpus,
+    blend_shares,
+    fair_order,
+    permute,
+    require_one_tokenizer,
+)
 
 WriteCorpus = Callable[..., Path]
 
@@ -209,3 +219,14 @@ def test_blends_that_do_not_fit(write_corpus: WriteCorpus) -> None:
         Blend([two, two], [1])
     with pytest.raises(ValueError, match="0 corpora"):
         Blend([], [])
+
+
+def test_corpora_of_different_tokenizers_do_not_blend() -> None:
+    def corpus(name: str, sha256: str | None) -> Any:
+        tokenizer = SimpleNamespace(sha256=sha256)
+        manifest = SimpleNamespace(inputs=SimpleNamespace(tokenizer=tokenizer)) if sha256 else None
+        return SimpleNamespace(file=SimpleNamespace(bin_path=Path(name), manifest=manifest))
+
+    require_one_tokenizer([corpus("a.bin", "1f"), corpus("b.bin", "1f"), corpus("c.bin", None)])
+    with pytest.raises(ValueError, match=r"a\.bin \(1f\), b\.bin \(2e\)"):
+        require_one_tokenizer([corpus("a.bin", "1f"), corpus("b.bin", "2e")])

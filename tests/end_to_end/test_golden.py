@@ -15,8 +15,8 @@ import pytest
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 
-# Measured on one machine: torch's AVX-512, AVX2 and scalar kernels and MKL's compatible mode agree to
-# 3e-7 here; a learning rate that is 1 % off differs by 4e-2.
+# Measured on one machine: torch's AVX-512, AVX2 and scalar kernels and MKL's compatible mode agree
+# to 3e-7 here; a learning rate that is 1 % off differs by 4e-2.
 RELATIVE = 1e-4
 
 

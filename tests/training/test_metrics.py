@@ -103,6 +103,17 @@ def test_steps_after_a_resume_are_neither_doubled_nor_stale(tmp_path: Path) -> N
     assert [value for _, value in found[5:]] == [7.0] * 5
 
 
+def test_a_run_without_a_checkpoint_starts_its_log_over(tmp_path: Path) -> None:
+    for loss in (1.0, 2.0):
+        with writer(tmp_path, 0) as open_writer:
+            open_writer.evaluation(0, loss)
+            open_writer.training(line(1, loss))
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(entry["step"], entry.get("loss")) for entry in lines] == [(0, None), (1, 2.0)]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("evaluation/validation_loss")] == [2.0]
+
+
 def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
     with writer(tmp_path, 0) as open_writer:
         open_writer.training(line(1, 1.0))
