@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 
 from configs.schema import RunConfig, load_config
@@ -178,12 +177,12 @@ def load_model(run_folder: Path) -> tuple[GPT, RunConfig]:
 
 
 def _float32_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    if any(checkpoint.glob("*optim_states.pt")) and any(checkpoint.glob("*zero_pp_rank*")):
-        weights = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
-            str(checkpoint.parent), tag=checkpoint.name
-        )
+    if any(checkpoint.glob("*zero_pp_rank*")):
+        # Imported here: weights of an unpartitioned run can be read without DeepSpeed.
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint.parent, tag=checkpoint.name)
         return {name: weight.contiguous() for name, weight in weights.items()}
-    states = torch.load(
-        checkpoint / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=True
-    )
+    path = checkpoint / "mp_rank_00_model_states.pt"
+    states = torch.load(path, map_location="cpu", weights_only=True)
     return {name: weight.float() for name, weight in states["module"].items()}

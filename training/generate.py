@@ -6,6 +6,7 @@ python -m training.generate --checkpoint runs/quickstart --prompt "def "
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def sample(options: argparse.Namespace) -> str:
-    model, config = load_model(options.checkpoint)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout
+        model, config = load_model(options.checkpoint)
     # Prepared token files have their tokenizer beside them.
     tokenizer = Tokenizer(Path(config.data.validation).parent / "tokenizer.model")
     prompt = tokenizer.encode(options.prompt) or [tokenizer.end_of_document]

@@ -102,8 +102,11 @@ def test_rotary_angles_are_not_rounded_with_the_model() -> None:
     assert (rotary[0][0] != rotary[0][1]).any()
 
 
-def test_dropout_acts_in_training_on_each_of_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(tiny(dropout=0.5), seed=0)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_dropout_acts_in_training_on_each_of_its_places(
+    parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(tiny(dropout=0.5, parallel_residual=parallel), seed=0)
     tokens = random_tokens()
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import model.loss
 from model.loss import next_token_loss
@@ -182,15 +183,16 @@ def test_float16_gradients_do_not_vanish_before_the_loss_is_scaled(method: Any) 
     assert_close(tuple(g.float() for g in gradients), tuple(reference), rtol=0.01)
 
 
-def test_without_gradients(method: Any) -> None:
+def test_without_gradients_only_the_loss_is_computed(method: Any) -> None:
     hidden, weight, targets = inputs(CHUNK + 3, padding=3)
     expected = F.cross_entropy(hidden @ weight[:VOCABULARY].T, targets)
-    with torch.no_grad():
-        loss = next_token_loss(
-            hidden, weight.requires_grad_(), targets, vocabulary_size=VOCABULARY, method=method
-        )
+    weight.requires_grad_()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        loss = next_token_loss(hidden, weight, targets, vocabulary_size=VOCABULARY, method=method)
     assert not loss.requires_grad
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    if method == "full" or not hasattr(F, "linear_cross_entropy"):  # torch's op is opaque to it
+        assert counter.get_total_flops() == 2 * len(hidden) * weight.numel()
 
 
 def test_inputs_are_left_as_they_were(method: Any) -> None:
