@@ -1,0 +1,131 @@
+"""Timing on machines whose speed swings: alternate, probe, pair, and report medians.
+
+A figure is a ratio of two things that ran in the same round. The rate of a matrix product is probed
+before and after each; pairs whose probes differ by more than 15 % are dropped.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GEMM_FLOPS = 2 * 1024 * 3072 * 768
+LARGEST_PROBE_DIFFERENCE = 0.15
+
+
+@dataclass(frozen=True)
+class Timing:
+    seconds: float
+    probe: float
+    """FLOP/s of the probe around it."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    median: float
+    low: float
+    """First quartile."""
+    high: float
+    """Third quartile."""
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f}, {self.count} pairs)"
+
+
+def spread(values: list[float]) -> Spread:
+    low, median, high = statistics.quantiles(values, n=4)
+    return Spread(median, low, high, len(values))
+
+
+def interleave(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Timing]]:
+    """Run every contender once a round, after two rounds that are not counted."""
+    left, right = torch.randn(1024, 3072), torch.randn(3072, 768)
+
+    def probe() -> float:
+        start = time.perf_counter()
+        for _ in range(4):
+            left @ right
+        return 4 * GEMM_FLOPS / (time.perf_counter() - start)
+
+    timings: dict[str, list[Timing]] = {name: [] for name in contenders}
+    for number in range(rounds + 2):
+        for name, run in contenders.items():
+            before = probe()
+            start = time.perf_counter()
+            run()
+            seconds = time.perf_counter() - start
+            if number >= 2:
+                timings[name].append(Timing(seconds, (before + probe()) / 2))
+    return timings
+
+
+def ratio(slower: list[Timing], faster: list[Timing]) -> Spread:
+    """How many times as long the first takes, over pairs of one round at one machine speed."""
+    ratios = [
+        a.seconds / b.seconds
+        for a, b in zip(slower, faster, strict=True)
+        if abs(a.probe / b.probe - 1) <= LARGEST_PROBE_DIFFERENCE
+    ]
+    return spread(ratios)
+
+
+def share_of_probe(timings: list[Timing], flops: float) -> Spread:
+    return spread([flops / timing.seconds / timing.probe for timing in timings])
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Most bytes that torch's CPU allocator held at once during a call, by the profiler's events.
+
+    What was allocated before the call does not count: build the model inside it.
+    """
+    gc.collect()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        kept = run()
+    del kept
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = peak = 0
+    for _, change in changes:
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+def report(title: str, lines: list[str], output: Path | None) -> None:
+    """Print a result, and write it with command, date, machine and versions."""
+    text = "\n".join([f"# {title}", "", *_origin(), "", *lines, ""])
+    print(text)
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+
+
+def _origin() -> list[str]:
+    cpu = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        names = [
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+        ]
+        cpu = names[0].split(":")[1].strip() if names else cpu
+    packages = ("torch", "deepspeed", "transformers")
+    return [
+        f"- command: `python {' '.join(sys.argv)}`",
+        f"- date: {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
+        f"- machine: {cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, no GPU used",
+        f"- versions: python {platform.python_version()}, "
+        + ", ".join(f"{name} {version(name)}" for name in packages),
+    ]
