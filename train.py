@@ -295,7 +295,9 @@ def describe_optimizer(engine: Any) -> str:
     shown["weight_decay"] = sorted({group["weight_decay"] for group in groups})
     settings = ", ".join(f"{key}={value}" for key, value in shown.items())
     name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    return f"{name}({settings}), ZeRO stage {engine.zero_optimization_stage()}"
+    clipping = engine.gradient_clipping()
+    clipped = f"clipped at {clipping}" if 0 < clipping < math.inf else "not clipped"
+    return f"{name}({settings}), ZeRO stage {engine.zero_optimization_stage()}, {clipped}"
 
 
 def conclude(run: Run, validation: float) -> None:

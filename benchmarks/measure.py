@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import datetime
 import gc
+import multiprocessing
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -50,7 +51,35 @@ def spread(values: list[float]) -> Spread:
     return Spread(median, low, high, len(values))
 
 
-def interleave(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Timing]]:
+class Contender:
+    """Something to be timed that lives in a process, and so in a heap, of its own."""
+
+    def __init__(self, prepare: Callable[[], Callable[[], Any]]) -> None:
+        """`prepare` (a module's function or a partial of one) builds it there."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, remote = context.Pipe()
+        self._process = context.Process(target=_serve, args=(prepare, remote), daemon=True)
+        self._process.start()
+        self.peak_bytes: int = self._pipe.recv()
+        """Most bytes of torch's CPU allocator while it was prepared."""
+
+    def __call__(self) -> Any:
+        self._pipe.send(True)
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.send(False)
+        self._process.join()
+
+
+def _serve(prepare: Callable[[], Callable[[], Any]], pipe: Any) -> None:
+    run: list[Callable[[], Any]] = []
+    pipe.send(peak_bytes(lambda: run.append(prepare())))
+    while pipe.recv():
+        pipe.send(run[0]())
+
+
+def interleave(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Timing]]:
     """Run every contender once a round, after two rounds that are not counted."""
     left, right = torch.randn(1024, 3072), torch.randn(3072, 768)
 

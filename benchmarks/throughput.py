@@ -5,6 +5,10 @@
 All contenders start from the same weights, see the same batch and use torch's fused AdamW without
 clipping. Ours under DeepSpeed is train.py's own step. Its ZeRO 0 engine takes the gradient norm at
 every step, which the plain loops do not.
+
+Each contender lives in a process of its own, as in use, and they take turns. In one process they
+would share one heap, and each would train in the memory that another had just freed: that hides
+what allocating large tensors costs.
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import interleave, peak_bytes, ratio, report, share_of_probe
+from benchmarks.measure import Contender, interleave, ratio, report, share_of_probe
 from configs.deepspeed import resolve
 from configs.schema import RunConfig
 from model.flops import training_flops_per_token
@@ -52,6 +57,7 @@ def run_config(stage: int, loss: str) -> RunConfig:
             },
             "deepspeed": {
                 "train_batch_size": BATCH,
+                "gradient_clipping": 0,
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
                 "zero_optimization": {"stage": stage},
             },
@@ -95,9 +101,13 @@ class Transformers(nn.Module):
         return self.model(input_ids=inputs, labels=targets, shift_labels=targets).loss
 
 
+def transformers_plain() -> Step:
+    return plain_loop(Transformers())
+
+
 def transformers_deepspeed() -> Step:
     model = Transformers()
-    section = {"train_batch_size": BATCH, "zero_optimization": {"stage": 0}}
+    section = {"train_batch_size": BATCH, "gradient_clipping": 0, "zero_optimization": {"stage": 0}}
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=fused_adamw(model), config=section, dist_init_required=False
     )
@@ -126,29 +136,26 @@ CONTENDERS: dict[str, Callable[[], Step]] = {
     "ours, DeepSpeed ZeRO 2": functools.partial(ours_deepspeed, 2),
     "ours, plain loop": functools.partial(ours_plain, "auto"),
     "ours, plain loop, full logits": functools.partial(ours_plain, "full"),
-    "transformers, plain loop": lambda: plain_loop(Transformers()),
+    "transformers, plain loop": transformers_plain,
     "transformers, DeepSpeed ZeRO 0": transformers_deepspeed,
 }
 REFERENCE = "transformers, plain loop"
 
 
-def peak_of(make: Callable[[], Step]) -> int:
-    """Peak bytes of building a contender and training three steps."""
-
-    def run() -> Step:
-        step = make()
-        for _ in range(3):
-            step()
-        return step
-
-    return peak_bytes(run)
+def prepare(make: Callable[[], Step]) -> Callable[[], float]:
+    """In the contender's own process: its step, built and run three times, returning the loss."""
+    start_process_group(read_ranks())
+    step = make()
+    for _ in range(3):
+        step()
+    return lambda: step().item()
 
 
-def check_equal_losses(steps: dict[str, Step]) -> None:
-    losses = {name: step().item() for name, step in steps.items()}
+def check_equal_losses(steps: dict[str, Any]) -> None:
+    losses = {name: step() for name, step in steps.items()}
     for name, loss in losses.items():
         if abs(loss - losses[REFERENCE]) > 1e-5 * losses[REFERENCE]:
-            raise SystemExit(f"{name} starts at loss {loss}, {REFERENCE} at {losses[REFERENCE]}")
+            raise SystemExit(f"{name} is at loss {loss}, {REFERENCE} at {losses[REFERENCE]}")
 
 
 def main() -> None:
@@ -156,13 +163,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    start_process_group(read_ranks())
-    batch()
-    peaks = {name: peak_of(make) for name, make in CONTENDERS.items()}
-    steps = {name: make() for name, make in CONTENDERS.items()}
+    steps = {name: Contender(functools.partial(prepare, make)) for name, make in CONTENDERS.items()}
     check_equal_losses(steps)
     timings = interleave(steps, options.rounds)
-    torch.distributed.destroy_process_group()
+    for step in steps.values():
+        step.close()
 
     tokens = BATCH * LENGTH
     flops = training_flops_per_token(run_config(0, "auto").model, LENGTH) * tokens
@@ -174,7 +179,7 @@ def main() -> None:
         seconds = sorted(timing.seconds for timing in own)[len(own) // 2]
         lines.append(
             f"| {name} | {tokens / seconds:,.0f} | {ratio(timings[REFERENCE], own)} "
-            f"| {share_of_probe(own, flops).median:.3f} | {peaks[name] / 1e6:.0f} |"
+            f"| {share_of_probe(own, flops).median:.3f} | {steps[name].peak_bytes / 1e6:.0f} |"
         )
     plain = timings["ours, plain loop"]
     lines += ["", "Time against our own plain loop:", ""]

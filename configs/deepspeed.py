@@ -43,7 +43,8 @@ def resolve(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
     problems = _numbers_in_quotes(section, "deepspeed")
     problems += _resolve_batch(section, hardware.world_size)
     problems += _resolve_precision(section, hardware)
-    problems += _resolve_zero(section)
+    problems += _resolve_zero(section, config.model.parameter_count())
+    problems += _resolve_clipping(section)
     problems += _resolve_optimizer(section)
     problems += resolve_scheduler(section, config.training.max_steps)
     problems += _leftover_auto(section, "deepspeed")
@@ -131,8 +132,12 @@ def _resolve_precision(section: dict[str, Any], hardware: Hardware) -> list[str]
     return problems
 
 
-def _resolve_zero(section: dict[str, Any]) -> list[str]:
-    """Check the ZeRO block against DeepSpeed's own schema, in its words and with nearest names."""
+def _resolve_zero(section: dict[str, Any], parameters: int) -> list[str]:
+    """Check the ZeRO block against DeepSpeed's own schema, in its words and with nearest names.
+
+    The bucket in which gradients are gathered for reduction is allocated whole, 2 GB of float32 by
+    default. It is made no larger than all gradients together.
+    """
     # Imported here: it takes seconds, and a config can be read without it.
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -143,6 +148,20 @@ def _resolve_zero(section: dict[str, Any]) -> list[str]:
         DeepSpeedZeroConfig.model_validate(_without_auto(block))
     except ValidationError as error:
         return explain(error, DeepSpeedZeroConfig, "deepspeed.zero_optimization.")
+    if block.get("stage", 0) > 0 and block.get("reduce_bucket_size", "auto") == "auto":
+        default = DeepSpeedZeroConfig.model_fields["reduce_bucket_size"].default
+        block["reduce_bucket_size"] = min(int(default), parameters)
+    return []
+
+
+def _resolve_clipping(section: dict[str, Any]) -> list[str]:
+    """Without the key DeepSpeed clips at 1.0; written down, so that every stage does the same."""
+    limit = section.setdefault("gradient_clipping", 1.0)
+    if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 <= limit < math.inf:
+        return [
+            "deepspeed.gradient_clipping: expected a norm to clip at, or 0 for no clipping, "
+            f"got {limit!r}"
+        ]
     return []
 
 

@@ -144,7 +144,7 @@ def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> An
     unpartitioned_float32 = (
         section["zero_optimization"].get("stage", 0) == 0 and precision(section) == torch.float32
     )
-    if unpartitioned_float32 and not section.get("gradient_clipping"):
+    if unpartitioned_float32 and not section["gradient_clipping"]:
         section = {**section, "gradient_clipping": math.inf}  # the norm is taken while clipping
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -155,6 +155,8 @@ def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> An
     )
     if unpartitioned_float32:
         engine.clip_fp32_gradients = partial(_clip_gradients, engine)
+    if engine.zero_optimization_stage() == 0 and ranks.world_size == 1:
+        engine.enable_backward_allreduce = False  # it would copy all gradients to a buffer and back
     return engine
 
 
@@ -183,7 +185,10 @@ def _build_model(config: RunConfig, section: dict[str, Any], device: torch.devic
 
 def _clip_gradients(engine: Any) -> None:
     """Clip at stage 0 in float32, where DeepSpeed's own clipping throws the norm away."""
-    norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
+    parameters, limit = list(engine.module.parameters()), engine.gradient_clipping()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if limit < math.inf:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     engine._global_grad_norm = norm
 
 

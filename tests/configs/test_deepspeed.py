@@ -9,6 +9,7 @@ import pytest
 
 from configs.deepspeed import BATCH_KEYS, Hardware, resolve
 from configs.schema import ConfigError, RunConfig
+from model.gpt import build
 
 CPU = Hardware(1, "cpu", bf16=False)
 
@@ -109,6 +110,29 @@ def test_zero_block_is_checked_by_deepspeeds_own_schema(altered: Callable[..., A
     assert "stage" in problems(altered({"deepspeed.zero_optimization": {"stage": 4}}))[0]
 
 
+@pytest.mark.parametrize(("stage", "given"), [(1, None), (2, "auto"), (3, None)])
+def test_the_reduction_bucket_is_no_larger_than_all_gradients(
+    altered: Callable[..., Any], stage: int, given: Any
+) -> None:
+    zero = {"stage": stage} | ({"reduce_bucket_size": given} if given else {})
+    raw = altered({"deepspeed.zero_optimization": zero})
+    model = RunConfig.model_validate(raw).model
+    bucket = resolved(raw)["zero_optimization"]["reduce_bucket_size"]
+    assert bucket == sum(parameter.numel() for parameter in build(model, seed=0).parameters())
+
+
+def test_a_given_reduction_bucket_is_kept_and_a_large_model_has_deepspeeds(
+    altered: Callable[..., Any],
+) -> None:
+    zero = {"stage": 2, "reduce_bucket_size": 1000}
+    section = resolved(altered({"deepspeed.zero_optimization": zero}))
+    assert section["zero_optimization"]["reduce_bucket_size"] == 1000
+    large = {"model.layers": 12, "model.width": 2048, "model.heads": 16}  # over 600 million
+    section = resolved(altered(large | {"deepspeed.zero_optimization": {"stage": 2}}))
+    assert section["zero_optimization"]["reduce_bucket_size"] == 500_000_000
+    assert "reduce_bucket_size" not in resolved(altered({}))["zero_optimization"]
+
+
 def test_a_meaningless_auto_and_a_quoted_number_are_refused(altered: Callable[..., Any]) -> None:
     lines = problems(
         altered(
@@ -139,6 +163,12 @@ def test_the_optimizer_is_named(
     params = resolved(raw)["optimizer"]["params"]
     chosen = {key: params[key] for key in ("adam_w_mode", "torch_adam", "fused") if key in params}
     assert chosen == expected
+
+
+@pytest.mark.parametrize("limit", [None, "auto", -1, True, float("inf"), [1.0]])
+def test_a_clipping_norm_is_a_number(altered: Callable[..., Any], limit: Any) -> None:
+    lines = problems(altered({"deepspeed.gradient_clipping": limit}))
+    assert any(line.startswith("deepspeed.gradient_clipping: expected a norm") for line in lines)
 
 
 @pytest.mark.parametrize("lr", [None, "auto", -1, True, float("nan")])

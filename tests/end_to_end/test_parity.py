@@ -163,6 +163,31 @@ def test_each_update_has_the_logged_lr_and_the_clipped_norm(
 
 
 @pytest.mark.slow
+def test_no_clipping_key_clips_at_one_and_zero_does_not_clip(
+    altered: Callable[..., Any], train_all: Callable[..., Any]
+) -> None:
+    """DeepSpeed's documented default, the same at every stage; a large z-loss makes it matter."""
+    configs = {}
+    for stage in (0, 1, 2):
+        for limit in (..., 0):
+            configs[f"zero {stage} {'0' if limit == 0 else 'absent'}"] = altered(
+                {
+                    "training.max_steps": 3,
+                    "training.z_loss": 10.0,
+                    "deepspeed.zero_optimization": {"stage": stage},
+                    "deepspeed.zero_allow_untested_optimizer": True,
+                    "deepspeed.gradient_clipping": limit,
+                    "deepspeed.optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+                }
+            )
+    for name, result in train_all(configs, 1).items():
+        assert min(result["norms"]) > 2, f"{name}: nothing to clip"
+        moved = [update / lr for update, lr in zip(result["updates"], result["lrs"], strict=True)]
+        expected = result["norms"] if name.endswith("0") else [1.0] * 3
+        assert moved == pytest.approx(expected, rel=1e-3), name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
 def test_adam_and_adamw_are_what_they_are_called(
     kind: str, altered: Callable[..., Any], train_all: Callable[..., Any]
