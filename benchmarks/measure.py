@@ -56,12 +56,17 @@ class Contender:
 
     def __init__(self, prepare: Callable[[], Callable[[], Any]]) -> None:
         """`prepare` (a module's function or a partial of one) builds it there."""
+        # What the profiler leaves on a heap changes the speed, so the peak is another process's.
         context = multiprocessing.get_context("spawn")
+        with context.Pool(1) as pool:
+            self.peak_bytes: int = pool.apply(peak_bytes, [prepare])
+            """Most bytes of torch's CPU allocator while it is prepared."""
+        with context.Pool(1) as pool:
+            self.operator_shares: dict[str, float] = pool.apply(_operator_shares, [prepare])
         self._pipe, remote = context.Pipe()
         self._process = context.Process(target=_serve, args=(prepare, remote), daemon=True)
         self._process.start()
-        self.peak_bytes: int = self._pipe.recv()
-        """Most bytes of torch's CPU allocator while it was prepared."""
+        self._pipe.recv()
 
     def __call__(self) -> Any:
         self._pipe.send(True)
@@ -73,10 +78,10 @@ class Contender:
 
 
 def _serve(prepare: Callable[[], Callable[[], Any]], pipe: Any) -> None:
-    run: list[Callable[[], Any]] = []
-    pipe.send(peak_bytes(lambda: run.append(prepare())))
+    run = prepare()
+    pipe.send(True)
     while pipe.recv():
-        pipe.send(run[0]())
+        pipe.send(run())
 
 
 def interleave(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Timing]]:
@@ -135,6 +140,16 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return peak
 
 
+def _operator_shares(prepare: Callable[[], Callable[[], Any]]) -> dict[str, float]:
+    """Share of a call's time that each of torch's operators takes, largest first."""
+    run = prepare()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    seconds = {event.key: event.self_cpu_time_total for event in profile.key_averages()}
+    total = sum(seconds.values())
+    return {key: seconds[key] / total for key in sorted(seconds, key=seconds.get, reverse=True)}  # type: ignore[arg-type]
+
+
 def report(title: str, lines: list[str], output: Path | None) -> None:
     """Print a result, and write it with command, date, machine and versions."""
     text = "\n".join([f"# {title}", "", *_origin(), "", *lines, ""])
@@ -152,7 +167,7 @@ def _origin() -> list[str]:
         cpu = names[0].split(":")[1].strip() if names else cpu
     packages = ("torch", "deepspeed", "transformers")
     return [
-        f"- command: `python {' '.join(sys.argv)}`",
+        f"- command: `python -m benchmarks.{Path(sys.argv[0]).stem} {' '.join(sys.argv[1:])}`",
         f"- date: {datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}",
         f"- machine: {cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, no GPU used",
         f"- versions: python {platform.python_version()}, "

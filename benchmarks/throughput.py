@@ -140,6 +140,7 @@ CONTENDERS: dict[str, Callable[[], Step]] = {
     "transformers, DeepSpeed ZeRO 0": transformers_deepspeed,
 }
 REFERENCE = "transformers, plain loop"
+OPERATORS_SHOWN = 10
 
 
 def prepare(make: Callable[[], Step]) -> Callable[[], float]:
@@ -185,6 +186,10 @@ def main() -> None:
     lines += ["", "Time against our own plain loop:", ""]
     for name in ("ours, DeepSpeed ZeRO 0", "ours, DeepSpeed ZeRO 2"):
         lines.append(f"- {name}: {ratio(timings[name], plain)}")
+    lines += ["", "Where a step goes (self time of torch's operators, with the profiler on):", ""]
+    for name in ("ours, plain loop", REFERENCE):
+        shares = list(steps[name].operator_shares.items())[:OPERATORS_SHOWN]
+        lines.append(f"- {name}: " + ", ".join(f"{key} {share:.1%}" for key, share in shares))
     lines += [
         "",
         "Medians with quartiles. Peak: torch's allocator, from building to the third step.",
