@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def sample(options: argparse.Namespace) -> str:
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed tells every step of the loading
         model, config = load_model(options.checkpoint)
     # Prepared token files have their tokenizer beside them.
     tokenizer = Tokenizer(Path(config.data.validation).parent / "tokenizer.model")
