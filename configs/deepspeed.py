@@ -179,8 +179,8 @@ def _resolve_optimizer(section: dict[str, Any]) -> list[str]:
     """Name the implementation: what DeepSpeed would pick is slower, or needs a compiler.
 
     Without offload, torch's fused kernel, 3 times faster than its foreach one on a CPU
-    (benchmarks/optimizer.py) and with no extension to build. With offload, DeepSpeed's CPU Adam, unless
-    `torch_adam` says otherwise. "Adam" is made to mean Adam: DeepSpeed takes it for AdamW.
+    (benchmarks/optimizer.py) and with no extension to build. With offload, DeepSpeed's CPU Adam,
+    unless `torch_adam` says otherwise. "Adam" is made to mean Adam: DeepSpeed takes it for AdamW.
     """
     block = section.get("optimizer")
     if not isinstance(block, dict) or not isinstance(block.get("type"), str):

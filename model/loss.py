@@ -16,8 +16,8 @@ from torch import Tensor
 
 LossMethod = Literal["auto", "full", "chunked"]
 
-# Measured on a CPU at 2048 tokens, width 384, vocabulary 8192 (benchmarks/loss.py): no other size is
-# faster than 512 tokens a chunk by more than 1 %, and full logits are a quarter slower.
+# Measured on a CPU at 2048 tokens, width 384, vocabulary 8192 (benchmarks/loss.py): no other size
+# is faster than 512 tokens a chunk by more than 1 %, and full logits are a quarter slower.
 CHUNK_TOKENS = 512
 
 
