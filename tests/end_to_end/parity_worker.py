@@ -25,6 +25,7 @@ def run(config: RunConfig, ranks: Ranks) -> dict[str, list[float]]:
     engine = build_engine(config, section, ranks)
     data, _ = train.open_data(config)
     result: dict[str, list[Any]] = {"losses": [], "norms": [], "lrs": [], "updates": [], "row": []}
+    whole = engine.zero_optimization_stage() < 3
     weights = all_weights(engine)
     with Loader(
         data,
@@ -39,9 +40,10 @@ def run(config: RunConfig, ranks: Ranks) -> dict[str, list[float]]:
             result["lrs"].append(engine.get_lr()[0])
             result["losses"].append(train.mean_over_ranks(train.train_step(engine, loader)))
             result["norms"].append(train.gradient_norm(engine))
-            before, weights = weights, all_weights(engine)
-            result["updates"].append((weights - before).norm().item())
-            result["row"].append(engine.module.blocks[0].mlp.up.weight[:1].flatten().tolist())
+            if whole:
+                before, weights = weights, all_weights(engine)
+                result["updates"].append((weights - before).norm().item())
+                result["row"].append(engine.module.blocks[0].mlp.up.weight[:1].flatten().tolist())
     engine.destroy()
     return result
 
