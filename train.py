@@ -31,6 +31,7 @@ from training import checkpoint, metrics
 from training.engine import (
     Ranks,
     build_engine,
+    leave,
     precision,
     read_ranks,
     seed_step,
@@ -328,4 +329,4 @@ def say(ranks: Ranks, text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -10,9 +10,10 @@ import logging
 import math
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
@@ -120,6 +121,18 @@ def start_process_group(ranks: Ranks) -> None:
             f"rank {ranks.rank} cannot use the master address {address}: "
             f"{str(error).splitlines()[0]}; choose another port (--master_port)"
         ) from None
+
+
+def leave(code: int) -> NoReturn:
+    """Exit without Python's shutdown, everything being written and closed.
+
+    A DeepSpeed engine outlives its last name, and with it gloo's threads. One that runs while
+    Python shuts down aborts the process ("terminate called without an active exception"): 10 exits
+    of 28 in a minimal two-rank script.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def usable_cores() -> int:

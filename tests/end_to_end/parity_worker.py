@@ -17,7 +17,7 @@ import train
 from configs.deepspeed import resolve
 from configs.schema import RunConfig
 from data.loader import Loader
-from training.engine import Ranks, build_engine, read_ranks, seed_step, start_process_group
+from training.engine import Ranks, build_engine, leave, read_ranks, seed_step, start_process_group
 
 
 def run(config: RunConfig, ranks: Ranks) -> dict[str, list[float]]:
@@ -61,3 +61,4 @@ if __name__ == "__main__":
     if ranks.rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))
     torch.distributed.destroy_process_group()
+    leave(0)
