@@ -41,6 +41,8 @@ def next_token_loss(
         z_loss: coefficient of mean(logsumexp(logits)^2), which keeps the logits' scale from
             drifting (PaLM, https://arxiv.org/abs/2204.02311, section 5).
     """
+    if not torch.is_grad_enabled():  # both chunked paths would compute gradients for nothing
+        hidden, weight = hidden.detach(), weight.detach()
     bias = padding_bias(weight, vocabulary_size)
     if method == "full" or (method == "auto" and len(hidden) <= CHUNK_TOKENS):
         logits = F.linear(hidden, weight, bias).float()  # [tokens, vocabulary]
