@@ -26,6 +26,8 @@ from configs.schema import ConfigError, RunConfig, load_config
 from data.dataset import Blend, Corpus, VocabularyError, require_one_tokenizer
 from data.loader import Loader, evaluation_batches
 from data.token_file import unigram_entropy
+from memory.checkpointing import checkpoint_blocks
+from memory.policies import Policy, block_policies, describe_policies
 from model.flops import training_flops_per_token
 from training import checkpoint, metrics
 from training.engine import (
@@ -48,6 +50,8 @@ class Run:
     config: RunConfig
     section: dict[str, Any]
     """The resolved DeepSpeed section."""
+    policies: tuple[Policy, ...]
+    """Of each block."""
     ranks: Ranks
     train_data: Blend
     validation_data: Corpus
@@ -101,6 +105,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def check(config: RunConfig, gpus: int) -> int:
     """Print what a run on `gpus` GPUs would be, without needing one."""
     section = resolve(config, Hardware(gpus, "cuda", bf16=True))
+    policies = block_policies(config.activation_checkpointing, config.model.layers, "cuda")
     resolved = config.model_dump() | {"deepspeed": section}
     tokens = section["train_batch_size"] * config.training.sequence_length
     flops = training_flops_per_token(config.model, config.training.sequence_length)
@@ -110,6 +115,7 @@ def check(config: RunConfig, gpus: int) -> int:
         f"{config.model.parameter_count():,} parameters; {tokens:,} tokens a step, {steps:,} steps"
     )
     print(f"{tokens * steps:,} tokens in all, {flops * tokens * steps:.3g} FLOPs")
+    print(f"blocks: {describe_policies(policies)}")
     return 0
 
 
@@ -118,6 +124,12 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     problems: list[str] = []
     try:
         section = resolve(config, ranks.hardware())
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        policies = block_policies(
+            config.activation_checkpointing, config.model.layers, ranks.device.type
+        )
     except ConfigError as error:
         problems += error.problems
     try:
@@ -130,7 +142,7 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     start = checkpoint.Progress(0, 0, train_data.fingerprint, ranks.world_size)
     if found:
         start = checkpoint.read_progress(found, start)
-    return Run(config, section, ranks, train_data, validation_data, start, found)
+    return Run(config, section, policies, ranks, train_data, validation_data, start, found)
 
 
 def open_data(config: RunConfig) -> tuple[Blend, Corpus]:
@@ -150,6 +162,7 @@ def open_data(config: RunConfig) -> tuple[Blend, Corpus]:
 def train(run: Run) -> None:
     config, ranks, training = run.config, run.ranks, run.config.training
     engine = build_engine(config, run.section, ranks)
+    checkpoint_blocks(engine, config, run.policies)
     if ranks.rank == 0:
         checkpoint.save_config(config)
     if run.checkpoint:
@@ -279,6 +292,7 @@ def describe(run: Run, engine: Any) -> None:
         f"batch      {section['train_batch_size'] * length:,} tokens a step: {length} tokens x "
         f"{micro} samples x {accumulation} accumulation steps x {ranks.world_size} ranks",
         f"optimizer  {describe_optimizer(engine)}",
+        f"blocks     {describe_policies(run.policies)}",
     ]
     if ranks.local_world_size > usable_cores():
         lines.append(f"warning    {ranks.local_world_size} ranks share {usable_cores()} cores")

@@ -9,7 +9,7 @@ import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -64,12 +64,36 @@ class TrainingConfig(Section):
     """Whether weight decay applies to embeddings (a tied output head is one)."""
 
 
+Blocks = str | list[int]
+
+
+class ActivationCheckpointing(Section):
+    """What each block keeps for backward; see memory/policies.py for policies and block names."""
+
+    backend: Literal["torch", "deepspeed"] = "torch"
+    """"deepspeed" applies the deepspeed section's own activation_checkpointing block."""
+    reentrant: bool = False
+    """The deepspeed backend's older implementation, DeepSpeed's own default."""
+    policies: dict[Literal["none", "selective", "full", "offload"], Blocks] = Field({})
+
+    @model_validator(mode="after")
+    def _check_backend(self) -> ActivationCheckpointing:
+        if self.backend == "deepspeed":
+            others = self.policies.keys() - {"none", "full"}
+            if others:
+                raise ValueError(f'backend "deepspeed" has no policy {sorted(others)[0]!r}')
+        elif self.reentrant:
+            raise ValueError('reentrant: only the backend "deepspeed" has a reentrant form')
+        return self
+
+
 class RunConfig(Section):
     """One run. `deepspeed` is DeepSpeed's own configuration, as in its documentation."""
 
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     deepspeed: dict[str, Any]
 
     @model_validator(mode="after")

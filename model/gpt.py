@@ -41,8 +41,8 @@ def rotary_tables(config: ModelConfig, positions: Tensor) -> Rotary:
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate the leading channels of x [batch, heads, time, head width], paired (i, i + half)."""
-    cos, sin = (table.to(x.dtype) for table in rotary)
+    """Rotate the leading channels of x [batch, time, heads, head width], paired (i, i + half)."""
+    cos, sin = (table.to(x.dtype)[:, None] for table in rotary)  # [time, 1, rotary width / 2]
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
@@ -70,12 +70,14 @@ class Attention(nn.Module):
         batch, time, width = x.shape
         heads, kv_heads = self.config.heads, self.config.kv_heads
         qkv = self.qkv(x).view(batch, time, heads + 2 * kv_heads, self.config.head_width)
-        q, k, v = qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         dropout = self.config.dropout if self.training else 0.0
+        # Time before heads in memory until here: the result then needs no copy to be joined.
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         y = attend(q, k, v, dropout)  # [batch, heads, time, head width]
         return self.output(y.transpose(1, 2).reshape(batch, time, width))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import Corpus, DataConfig, RunConfig, TrainingConfig
+from configs.schema import ActivationCheckpointing, Corpus, DataConfig, RunConfig, TrainingConfig
 from model.config import ModelConfig
 
 ROOT = Path(__file__).parent.parent
@@ -91,7 +91,14 @@ def test_every_config_key_is_read_somewhere() -> None:
         for node in ast.walk(parse(path))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
-    for schema in (RunConfig, DataConfig, Corpus, TrainingConfig, ModelConfig):
+    for schema in (
+        RunConfig,
+        DataConfig,
+        Corpus,
+        TrainingConfig,
+        ActivationCheckpointing,
+        ModelConfig,
+    ):
         # A preset acts when the config is read: it fills the other switches.
         unread = set(schema.model_fields) - read - {"preset"}
         assert not unread, f"{schema.__name__}: {unread}"

@@ -1,28 +1,37 @@
 """One rank of test_parity.py: trains each configuration through the real engine and step.
 
 Arguments: a JSON file of configurations by name, and the file rank 0 writes the results to. Beside
-losses it records what each update did to the weights, where they are not partitioned.
+losses it records what each update did to the weights, where they are not partitioned, and a digest
+of the weights at the end.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 
 import train
 from configs.deepspeed import resolve
 from configs.schema import RunConfig
 from data.loader import Loader
+from memory.checkpointing import checkpoint_blocks
+from memory.policies import block_policies
 from training.engine import Ranks, build_engine, leave, read_ranks, seed_step, start_process_group
 
 
-def run(config: RunConfig, ranks: Ranks) -> dict[str, list[float]]:
+def run(config: RunConfig, ranks: Ranks) -> dict[str, list[Any]]:
     section = resolve(config, ranks.hardware())
     engine = build_engine(config, section, ranks)
+    policies = block_policies(
+        config.activation_checkpointing, config.model.layers, ranks.device.type
+    )
+    checkpoint_blocks(engine, config, policies)
     data, _ = train.open_data(config)
     result: dict[str, list[Any]] = {"losses": [], "norms": [], "lrs": [], "updates": [], "row": []}
     whole = engine.zero_optimization_stage() < 3
@@ -44,6 +53,9 @@ def run(config: RunConfig, ranks: Ranks) -> dict[str, list[float]]:
                 before, weights = weights, all_weights(engine)
                 result["updates"].append((weights - before).norm().item())
                 result["row"].append(engine.module.blocks[0].mlp.up.weight[:1].flatten().tolist())
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=not whole):
+        weights = all_weights(engine)
+    result["weights"] = [hashlib.sha256(weights.numpy().tobytes()).hexdigest()]
     engine.destroy()
     return result
 

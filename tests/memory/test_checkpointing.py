@@ -1,0 +1,218 @@
+"""Policies change what is kept and computed again, and not one bit of loss or gradients."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from memory.checkpointing import apply_policies
+from memory.policies import Policy
+from model.config import ModelConfig
+from model.gpt import GPT, build, run_block
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {"preset": "gpt2"},
+    "neox": {"preset": "neox"},
+    "llama": {"preset": "llama", "kv_heads": 2, "qk_norm": True},
+}
+PLANS: dict[str, tuple[Policy, ...]] = {
+    "full": ("full", "full", "full"),
+    "selective": ("selective", "selective", "selective"),
+    "mixed": ("full", "none", "selective"),
+    "one": ("none", "none", "full"),
+}
+
+
+def make(architecture: str, **changes: Any) -> GPT:
+    sizes = {"layers": 3, "width": 64, "heads": 4, "vocabulary_size": 96, "max_sequence_length": 16}
+    config = ModelConfig.model_validate({**ARCHITECTURES[architecture], **sizes, **changes})
+    return build(config, seed=1, loss="full")
+
+
+def tokens(model: GPT) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(96, (2, 17), generator=torch.Generator().manual_seed(3))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def loss_and_gradients(model: GPT) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(5)
+    loss = model(*tokens(model))
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients
+
+
+def same(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> bool:
+    equal = one[1].keys() == other[1].keys() and torch.equal(one[0], other[0])
+    return equal and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_loss_and_gradients_to_the_bit(
+    architecture: str, dtype: torch.dtype, dropout: float, plan: str
+) -> None:
+    model = make(architecture, dropout=dropout).to(dtype)
+    expected = loss_and_gradients(model)
+    assert expected[1].keys() == dict(model.named_parameters()).keys()
+    apply_policies(model, PLANS[plan])
+    assert same(loss_and_gradients(model), expected)
+
+
+def test_policies_change_between_steps_and_rename_nothing() -> None:
+    model = make("gpt2", dropout=0.1)
+    names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
+    expected = loss_and_gradients(model)
+    for plan in PLANS.values():
+        apply_policies(model, plan)
+        assert same(loss_and_gradients(model), expected)
+        assert (list(model.state_dict()), [n for n, _ in model.named_parameters()]) == names
+    apply_policies(model, ("none", "none", "none"))
+    assert model.run_block is run_block, "no policy, no detour"
+
+
+def test_recomputation_with_another_dropout_mask_would_be_seen() -> None:
+    """The test above can fail: here block 1 does not restore its random state."""
+    model = make("gpt2", dropout=0.1)
+    expected = loss_and_gradients(model)
+    apply_policies(model, PLANS["full"])
+    right = model.run_block
+
+    def forgetful(index: int, block: nn.Module, x: Tensor, rotary: Any) -> Tensor:
+        if index != 1:
+            return right(index, block, x, rotary)
+        return checkpoint(block, x, rotary, use_reentrant=False, preserve_rng_state=False)
+
+    model.run_block = forgetful
+    assert not same(loss_and_gradients(model), expected)
+
+
+@pytest.mark.parametrize("plan", ["full", "selective"])
+def test_a_block_whose_input_needs_no_gradient_trains(plan: str) -> None:
+    model = make("gpt2", tied_embeddings=False)
+    model.token_embedding.requires_grad_(False)
+    model.position_embedding.requires_grad_(False)
+    expected = loss_and_gradients(model)
+    assert "blocks.0.attention.qkv.weight" in expected[1]
+    apply_policies(model, PLANS[plan])
+    assert same(loss_and_gradients(model), expected)
+
+
+def calls_of_blocks(model: GPT, run: Callable[[], Any]) -> list[int]:
+    calls = [0] * len(model.blocks)
+
+    def count(index: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            calls[index] += 1
+
+        return hook
+
+    handles = [
+        block.register_forward_pre_hook(count(index)) for index, block in enumerate(model.blocks)
+    ]
+    run()
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
+def test_only_flagged_blocks_run_twice_and_none_in_evaluation() -> None:
+    model = make("gpt2")
+    apply_policies(model, PLANS["mixed"])
+    assert calls_of_blocks(model, lambda: loss_and_gradients(model)) == [2, 1, 2]
+    model.eval()
+    with torch.no_grad():
+        assert calls_of_blocks(model, lambda: model(*tokens(model))) == [1, 1, 1]
+
+
+BATCH, TIME, WIDTH, HEADS = 2, 128, 128, 4
+
+
+def block_and_input(architecture: str) -> tuple[GPT, Tensor, Any]:
+    model = make(
+        architecture, layers=1, width=WIDTH, heads=HEADS, max_sequence_length=TIME, qk_norm=False
+    )
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(BATCH, TIME, WIDTH, generator=generator, requires_grad=True)
+    _, rotary = model.embed(torch.zeros(BATCH, TIME, dtype=torch.int64), torch.arange(TIME))
+    return model, x, rotary
+
+
+def kept_bytes(run: Callable[[], Tensor]) -> int:
+    """What is allocated in a call and still there afterwards, its output aside."""
+    run()
+    gc.collect()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        y = run()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return sum(e.nbytes() for e in events if e.name() == "[memory]") - y.nbytes
+
+
+def expected_bytes(architecture: str, policy: Policy) -> int:
+    """Bytes a block keeps in float32 on a CPU, without dropout, besides its input.
+
+    In units of batch x time x width numbers, with g = key-value heads / heads and m = MLP width /
+    width; statistics of norms and of attention's softmax come on top, per token and per head.
+
+    gpt2, none: two norms' outputs 2, qkv 3, attention 1, residual 1, up 4, activation 4 = 15 (with
+    the input 16, so 32 bytes in bf16). neox: parallel, so no second residual, but rotated q and k 2
+    more = 16. llama: torch has no fused RMSNorm on a CPU, so normalised values 2 more; q, k and v
+    1 + 2g, rotated 1 + g, up 2m, silu m, product m = 8 + 3g + 4m.
+
+    selective: results of matrix products (qkv, attention output unless parallel, up) and attention.
+    """
+    model, _, _ = block_and_input(architecture)
+    g, m = 2 / HEADS, model.config.mlp_width / WIDTH
+    units: dict[tuple[str, Policy], float] = {
+        ("gpt2", "none"): 15,
+        ("gpt2", "selective"): 3 + 1 + 1 + 4,
+        ("neox", "none"): 16,
+        ("neox", "selective"): 3 + 1 + 4,
+        ("llama", "none"): 8 + 3 * g + 4 * m,
+        ("llama", "selective"): (1 + 2 * g) + 1 + 1 + 2 * m,
+    }
+    if policy == "full":
+        return 0
+    statistics = HEADS
+    if policy == "none":
+        statistics += 2 if architecture == "llama" else 4  # two norms: 1 / std, and the mean
+    numbers = units[architecture, policy] * WIDTH + statistics
+    return int(4 * BATCH * TIME * numbers)
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kept_bytes_equal_the_formula(architecture: str, policy: Policy) -> None:
+    model, x, rotary = block_and_input(architecture)
+    apply_policies(model, (policy,))
+    kept = kept_bytes(lambda: model.run_block(0, model.blocks[0], x, rotary))
+    random_state = 0 if policy == "none" else 2 * torch.get_rng_state().nbytes
+    assert kept == pytest.approx(expected_bytes(architecture, policy), abs=random_state)
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_flops_of_recomputation(policy: Policy) -> None:
+    """full computes all matrix products again but the last, whose result backward never needs."""
+    model, x, rotary = block_and_input("gpt2")
+    apply_policies(model, (policy,))
+    with FlopCounterMode(display=False) as counter:
+        model.run_block(0, model.blocks[0], x, rotary).sum().backward()
+    flops = sum(
+        count
+        for operator, count in counter.get_flop_counts()["Global"].items()
+        if "mm" in str(operator)
+    )
+    forward = 2 * BATCH * TIME * WIDTH * WIDTH * (3 + 1 + 4 + 4)
+    again = 2 * BATCH * TIME * WIDTH * WIDTH * (3 + 1 + 4) if policy == "full" else 0
+    assert flops == 3 * forward + again
