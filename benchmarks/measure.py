@@ -61,8 +61,6 @@ class Contender:
         with context.Pool(1) as pool:
             self.peak_bytes: int = pool.apply(peak_bytes, [prepare])
             """Most bytes of torch's CPU allocator while it is prepared."""
-        with context.Pool(1) as pool:
-            self.operator_shares: dict[str, float] = pool.apply(_operator_shares, [prepare])
         self._pipe, remote = context.Pipe()
         self._process = context.Process(target=_serve, args=(prepare, remote), daemon=True)
         self._process.start()
@@ -140,14 +138,33 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return peak
 
 
+def operator_shares_of(prepare: Callable[[], Callable[[], Any]]) -> dict[str, float]:
+    """Share of a call's time that each of torch's operators takes, measured in another process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_operator_shares, [prepare])
+
+
 def _operator_shares(prepare: Callable[[], Callable[[], Any]]) -> dict[str, float]:
-    """Share of a call's time that each of torch's operators takes, largest first."""
     run = prepare()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     seconds = {event.key: event.self_cpu_time_total for event in profile.key_averages()}
     total = sum(seconds.values())
     return {key: seconds[key] / total for key in sorted(seconds, key=seconds.get, reverse=True)}  # type: ignore[arg-type]
+
+
+def kept_bytes(run: Callable[[], Any]) -> int:
+    """Bytes allocated in a call of torch code and still held when it returns, its result's too."""
+    run()  # buffers that are made once
+    gc.collect()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        kept = run()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    held = sum(event.nbytes() for event in events if event.name() == "[memory]")
+    del kept
+    return held
 
 
 def report(title: str, lines: list[str], output: Path | None) -> None:

@@ -24,7 +24,14 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import Contender, interleave, ratio, report, share_of_probe
+from benchmarks.measure import (
+    Contender,
+    interleave,
+    operator_shares_of,
+    ratio,
+    report,
+    share_of_probe,
+)
 from configs.deepspeed import resolve
 from configs.schema import RunConfig
 from model.flops import training_flops_per_token
@@ -188,8 +195,9 @@ def main() -> None:
         lines.append(f"- {name}: {ratio(timings[name], plain)}")
     lines += ["", "Where a step goes (self time of torch's operators, with the profiler on):", ""]
     for name in ("ours, plain loop", REFERENCE):
-        shares = list(steps[name].operator_shares.items())[:OPERATORS_SHOWN]
-        lines.append(f"- {name}: " + ", ".join(f"{key} {share:.1%}" for key, share in shares))
+        shares = operator_shares_of(functools.partial(prepare, CONTENDERS[name])).items()
+        shown = ", ".join(f"{key} {share:.1%}" for key, share in list(shares)[:OPERATORS_SHOWN])
+        lines.append(f"- {name}: {shown}")
     lines += [
         "",
         "Medians with quartiles. Peak: torch's allocator, from building to the third step.",

@@ -55,7 +55,7 @@ def run(config: RunConfig, ranks: Ranks) -> dict[str, list[Any]]:
                 result["row"].append(engine.module.blocks[0].mlp.up.weight[:1].flatten().tolist())
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=not whole):
         weights = all_weights(engine)
-    result["weights"] = [hashlib.sha256(weights.numpy().tobytes()).hexdigest()]
+    result["weights"] = [hashlib.sha256(weights.float().numpy().tobytes()).hexdigest()]
     engine.destroy()
     return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.measure import kept_bytes
 from memory.checkpointing import apply_policies
 from memory.policies import Policy
 from model.config import ModelConfig
@@ -148,17 +148,6 @@ def block_and_input(architecture: str) -> tuple[GPT, Tensor, Any]:
     return model, x, rotary
 
 
-def kept_bytes(run: Callable[[], Tensor]) -> int:
-    """What is allocated in a call and still there afterwards, its output aside."""
-    run()
-    gc.collect()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        y = run()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    return sum(e.nbytes() for e in events if e.name() == "[memory]") - y.nbytes
-
-
 def expected_bytes(architecture: str, policy: Policy) -> int:
     """Bytes a block keeps in float32 on a CPU, without dropout, besides its input.
 
@@ -196,7 +185,7 @@ def expected_bytes(architecture: str, policy: Policy) -> int:
 def test_kept_bytes_equal_the_formula(architecture: str, policy: Policy) -> None:
     model, x, rotary = block_and_input(architecture)
     apply_policies(model, (policy,))
-    kept = kept_bytes(lambda: model.run_block(0, model.blocks[0], x, rotary))
+    kept = kept_bytes(lambda: model.run_block(0, model.blocks[0], x, rotary)) - x.nbytes  # output
     random_state = 0 if policy == "none" else 2 * torch.get_rng_state().nbytes
     assert kept == pytest.approx(expected_bytes(architecture, policy), abs=random_state)
 
