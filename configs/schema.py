@@ -60,6 +60,8 @@ class TrainingConfig(Section):
     """Whether the logits are formed in full or chunk by chunk; "auto" goes by their size."""
     z_loss: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Coefficient of the squared log-partition function, added to the training loss."""
+    compile_blocks: bool = False
+    """Compile each block with torch.compile, which needs a C++ compiler on a CPU."""
     decay_embeddings: bool = True
     """Whether weight decay applies to embeddings (a tied output head is one)."""
 
@@ -95,6 +97,15 @@ class RunConfig(Section):
     training: TrainingConfig
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     deepspeed: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _check_compilation(self) -> RunConfig:
+        if self.training.compile_blocks and "selective" in self.activation_checkpointing.policies:
+            raise ValueError(
+                "training.compile_blocks: a compiled block shows no matrix products to "
+                'activation_checkpointing.policies.selective; use "full" or do not compile'
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_sequence_length(self) -> RunConfig:

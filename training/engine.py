@@ -166,6 +166,8 @@ def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> An
         lr_scheduler=partial(Schedule, section=section),
         dist_init_required=False,
     )
+    if config.training.compile_blocks:
+        _compile_blocks(engine.module)
     if unpartitioned_float32:
         engine.clip_fp32_gradients = partial(_clip_gradients, engine)
     if engine.zero_optimization_stage() == 0 and ranks.world_size == 1:
@@ -194,6 +196,16 @@ def _build_model(config: RunConfig, section: dict[str, Any], device: torch.devic
         gather=lambda parameter: deepspeed.zero.GatheredParameters(parameter, modifier_rank=0),
     )
     return model
+
+
+def _compile_blocks(model: GPT) -> None:
+    """In place: no parameter is renamed, and the blocks share what is compiled."""
+    from torch._inductor import config as inductor  # imported here: it takes a second
+
+    # Else compiled dropout would draw from a generator of its own, which no seed_step sets.
+    inductor.fallback_random = True
+    for block in model.blocks:
+        block.compile()
 
 
 def _clip_gradients(engine: Any) -> None:

@@ -127,3 +127,14 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path: Path, run_config: An
     again = load_config(write(tmp_path / "d.json", config.model_dump_json()))
     assert again == config
     assert isinstance(again, RunConfig)
+
+
+def test_compiled_blocks_cannot_be_checkpointed_selectively(altered: Callable[..., Any]) -> None:
+    changes = {
+        "training.compile_blocks": True,
+        "activation_checkpointing": {"policies": {"selective": [0]}},
+    }
+    with pytest.raises(ValueError, match=r"training\.compile_blocks.*selective"):
+        RunConfig.model_validate(altered(changes))
+    changes["activation_checkpointing"] = {"policies": {"full": [0]}}
+    assert RunConfig.model_validate(altered(changes)).training.compile_blocks

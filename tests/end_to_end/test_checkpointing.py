@@ -52,3 +52,31 @@ def test_same_losses_and_weights(
         assert result["losses"] == expected["losses"], name
         assert result["weights"] == expected["weights"], name
         assert result["losses"][2] != result["losses"][0]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_alike(
+    altered: Callable[..., Any], train_all: Callable[..., Any]
+) -> None:
+    """Compiled kernels round otherwise: equal to float32's precision, not to the bit."""
+    configs = {}
+    for stage in (0, 2, 3):
+        for plan in ("none", "full"):
+            for compiled in (False, True):
+                configs[f"zero {stage}, {plan}: {compiled}"] = altered(
+                    {
+                        "training.max_steps": 3,
+                        "training.compile_blocks": compiled,
+                        "deepspeed.zero_optimization": {"stage": stage},
+                        "activation_checkpointing": TORCH[plan],
+                    }
+                )
+    results = train_all(configs, 1)
+    for name, result in results.items():
+        expected = results[f"{name.rpartition(':')[0]}: False"]
+        for key in ("losses", "norms"):
+            assert result[key] == pytest.approx(expected[key], rel=2e-6), f"{name}: {key}"
+    assert any(
+        result["weights"] != results[f"{name.rpartition(':')[0]}: False"]["weights"]
+        for name, result in results.items()
+    ), "nothing was compiled"

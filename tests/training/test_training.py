@@ -139,7 +139,12 @@ def test_what_may_change_when_a_run_goes_on(altered: Callable[..., Any]) -> None
     def config(changes: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(altered(changes))
 
-    free = {"training.max_steps": 99, "training.log_interval": 7, "data.validation": "elsewhere"}
+    free: dict[str, Any] = {
+        "training.max_steps": 99,
+        "training.log_interval": 7,
+        "data.validation": "elsewhere",
+    }
+    free["activation_checkpointing"] = {"policies": {"full": "all"}}
     assert checkpoint.config_differences(config({}), config(free)) == []
     changed = {"deepspeed.optimizer.params.lr": 0.5, "deepspeed.bf16": {"enabled": True}}
     assert checkpoint.config_differences(config({}), config(changed)) == [
