@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from configs.schedule import resolve_scheduler
 from configs.schema import ConfigError, RunConfig, explain
+from model.config import ModelConfig
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -41,9 +42,11 @@ def resolve(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
     """
     section = copy.deepcopy(config.deepspeed)
     problems = _numbers_in_quotes(section, "deepspeed")
-    problems += _resolve_batch(section, hardware.world_size)
+    replicas = max(1, hardware.world_size // tensor_parallel_size(section))
+    problems += _resolve_batch(section, replicas)
     problems += _resolve_precision(section, hardware)
     problems += _resolve_zero(section, config.model.parameter_count())
+    problems += _check_tensor_parallel(section, config.model, hardware.world_size)
     problems += _resolve_clipping(section)
     problems += _resolve_optimizer(section)
     problems += resolve_scheduler(section, config.training.max_steps)
@@ -62,6 +65,48 @@ def _numbers_in_quotes(node: Any, path: str) -> list[str]:
     if isinstance(node, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", node):
         return [f'{path}: "{node}" is text; write the number without quotes']
     return []
+
+
+def tensor_parallel_size(section: Mapping[str, Any]) -> int:
+    """Ranks that hold one replica of the model together; 1 where the setting is not a size."""
+    block = section.get("tensor_parallel")
+    size = block.get("autotp_size", 0) if isinstance(block, dict) else 0
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def _check_tensor_parallel(
+    section: dict[str, Any], model: ModelConfig, world_size: int
+) -> list[str]:
+    """Equal shares only: DeepSpeed would cut unequal ones, and leave ranks without any heads."""
+    block, key = section.get("tensor_parallel", {}), "deepspeed.tensor_parallel"
+    if not isinstance(block, dict) or block.keys() - {"autotp_size"}:
+        return [
+            f'{key}: expected {{"autotp_size": N}} and no other key; which layers are cut is '
+            "declared in model/partition.py"
+        ]
+    size = block.get("autotp_size", 0)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        return [f"{key}.autotp_size: expected the ranks that share one replica, got {size!r}"]
+    if size <= 1:
+        return []
+    wholes = {
+        "the number of ranks": world_size,
+        "model.heads": model.heads,
+        "model.kv_heads": model.kv_heads,
+        "model.mlp_width": model.mlp_width,
+    }
+    problems = [
+        f"{key}.autotp_size={size} does not divide {name} ({whole})"
+        for name, whole in wholes.items()
+        if whole % size
+    ]
+    half = [kind for kind in ("bf16", "fp16") if section.get(kind, {}).get("enabled") is True]
+    if half and section["zero_optimization"].get("stage", 0) == 0:
+        problems.append(
+            f"{key}: with {half[0]} at ZeRO stage 0 DeepSpeed leaves all but the first rank's "
+            "gradients out of the norm it clips by; set zero_optimization.stage to 1"
+        )
+    return problems
 
 
 def _resolve_batch(section: dict[str, Any], world_size: int) -> list[str]:

@@ -67,17 +67,18 @@ class Attention(nn.Module):
             self.key_norm = make_norm(config, config.head_width)
 
     def forward(self, x: Tensor, rotary: Rotary | None, attend: Attend) -> Tensor:
-        batch, time, width = x.shape
-        heads, kv_heads = self.config.heads, self.config.kv_heads
-        qkv = self.qkv(x).view(batch, time, heads + 2 * kv_heads, self.config.head_width)
-        q, k, v = qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
+        # Heads are counted in the projection: it may hold a share of them (model/partition.py).
+        qkv = self.qkv(x).unflatten(-1, (-1, self.config.head_width))
+        group = self.config.heads // self.config.kv_heads  # query heads per key and value head
+        kv_heads = qkv.shape[2] // (group + 2)
+        q, k, v = qkv.transpose(1, 2).split([group * kv_heads, kv_heads, kv_heads], dim=1)
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         dropout = self.config.dropout if self.training else 0.0
         y = attend(q, k, v, dropout)  # [batch, heads, time, head width]
-        return self.output(y.transpose(1, 2).reshape(batch, time, width))
+        return self.output(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
