@@ -282,7 +282,7 @@ def describe(run: Run, engine: Any) -> None:
         f"optimizer  {describe_optimizer(engine)}",
     ]
     if ranks.tensor_parallel > 1:
-        lines.append(f"tensors    split over {ranks.tensor_parallel} ranks (tensor parallel size)")
+        lines.append(f"replicas   {ranks.data_ranks}, tensor parallel size {ranks.tensor_parallel}")
     if ranks.local_world_size > usable_cores():
         lines.append(f"warning    {ranks.local_world_size} ranks share {usable_cores()} cores")
     if run.checkpoint:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from deepspeed.module_inject.layers import DS_TENSOR_MODEL_PARALLEL
+from deepspeed.module_inject import layers
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
@@ -50,9 +50,26 @@ def configure(
     then counts every rank as a data-parallel one.
     """
     groups._init_tp_mesh_device(tensor_model_parallel_size=size)
+    layers.RowParallel = _RowParallel
     partition = {"use_default_specs": False, "layer_specs": layer_specs(config)}
     block = {**section["tensor_parallel"], "partition_config": partition}
     return {**section, "tensor_parallel": block}, groups
+
+
+_SumInPlace: Any = layers.RowParallel
+
+
+class _RowParallel(_SumInPlace):  # type: ignore[misc]
+    """The sum over ranks of a matrix product, in a tensor of its own.
+
+    DeepSpeed's sums in place. A product kept by selective activation checkpointing would then be
+    the sum already, be summed again when the block is recomputed, and give wrong gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, product: Tensor, is_inference: bool) -> Tensor:
+        total: Tensor = _SumInPlace.forward(ctx, group, product.clone(), is_inference)
+        return total
 
 
 def separate_attention_masks(model: nn.Module, device: torch.device) -> None:
@@ -91,7 +108,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     whole: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is not None:
-            is_cut = getattr(parameter, DS_TENSOR_MODEL_PARALLEL, False)
+            is_cut = getattr(parameter, layers.DS_TENSOR_MODEL_PARALLEL, False)
             (cut if is_cut else whole).append(parameter.grad)
     square = torch.nn.utils.get_total_norm(cut).square()
     torch.distributed.all_reduce(square, group=groups.get_tensor_model_parallel_group())

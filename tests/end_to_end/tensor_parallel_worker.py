@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import train
 from configs.deepspeed import resolve, tensor_parallel_size
@@ -20,12 +22,28 @@ from configs.schema import RunConfig
 from data.loader import Loader
 from training.engine import Ranks, build_engine, read_ranks, seed_step, start_process_group
 
+KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
-def run(config: RunConfig, ranks: Ranks, stage: int) -> dict[str, Any]:
+
+def keep_products(index: int, block: Any, x: torch.Tensor, rotary: Any) -> Any:
+    """Selective activation checkpointing: matrix products are kept, all else is computed again."""
+    contexts = partial(create_selective_checkpoint_contexts, KEPT)
+    return checkpoint(block, x, rotary, use_reentrant=False, context_fn=contexts)
+
+
+def recompute(index: int, block: Any, x: torch.Tensor, rotary: Any) -> Any:
+    return checkpoint(block, x, rotary, use_reentrant=False)
+
+
+RUNNERS = {"selective": keep_products, "full": recompute}
+
+
+def run(config: RunConfig, ranks: Ranks, stage: int, runner: Any) -> dict[str, Any]:
     section = resolve(config, ranks.hardware())
     section["zero_optimization"]["stage"] = stage
     ranks = replace(ranks, tensor_parallel=tensor_parallel_size(section))
     engine = build_engine(config, section, ranks)
+    engine.module.run_block = runner or engine.module.run_block
     data, _ = train.open_data(config)
     result: dict[str, Any] = {"losses": [], "norms": [], "lrs": [], "start": weights(engine)}
     with Loader(
@@ -61,6 +79,7 @@ if __name__ == "__main__":
         # "as stage N" runs what the configuration's checks refuse.
         stage = int(name.split("as stage ")[1]) if "as stage" in name else None
         wanted = config.deepspeed["zero_optimization"]["stage"]
-        results[name] = run(config, ranks, wanted if stage is None else stage)
+        runner = RUNNERS.get(name.split()[0])
+        results[name] = run(config, ranks, wanted if stage is None else stage, runner)
     torch.save(results, f"{sys.argv[2]}.{ranks.rank}")
     torch.distributed.destroy_process_group()
