@@ -68,16 +68,18 @@ class _RowParallel(_SumInPlace):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, group: Any, product: Tensor, is_inference: bool) -> Tensor:
-        total: Tensor = _SumInPlace.forward(ctx, group, product.clone(), is_inference)
-        return total
+        # Contiguous, or DeepSpeed sums a copy and returns the tensor it was given.
+        total = product.clone(memory_format=torch.contiguous_format)
+        summed: Tensor = _SumInPlace.forward(ctx, group, total, is_inference)
+        return summed
 
 
 def separate_attention_masks(model: nn.Module, device: torch.device) -> None:
     """Give each rank attention dropout of its own; everything else draws the same on all of them.
 
-    With one generator in the same state on all ranks, which replicated tensors need, the
-    ranks' heads would repeat each other's masks. The fork is seeded from the CPU's generator: that
-    needs no synchronisation with a GPU, and a recomputed block draws the same again.
+    With generators in the same state, which replicated tensors need, the ranks' heads would repeat
+    each other's masks. The fork is seeded from the CPU's generator: that needs no synchronisation
+    with a GPU, and a recomputed block draws the same again.
     """
     rank = groups.get_tensor_model_parallel_rank()
     devices = [device] if device.type == "cuda" else []

@@ -140,7 +140,7 @@ def test_checkpointed_blocks_train_identically(
             MODELS["qk layernorm"] | SPLIT | {"deepspeed.zero_optimization": {"stage": stage}}
         )
         for kind in ("no", "selective", "full")
-        for stage in (0, 2, 3)
+        for stage in (0, 3)
     }
     for rank, result in enumerate(train_all(configs, 2)):
         for name, found in result.items():

@@ -83,6 +83,18 @@ def test_batches_are_counted_over_replicas(altered: Callable[..., Any]) -> None:
         assert tensor_parallel_size(section) == 2
 
 
+def test_a_batch_problem_counts_replicas_and_knows_of_the_launcher(
+    altered: Callable[..., Any],
+) -> None:
+    wrong = {"deepspeed.train_batch_size": 9, "deepspeed.bf16": []}
+    with pytest.raises(ConfigError) as caught:
+        two_ranks(altered(SPLIT | wrong))
+    line = next(line for line in caught.value.problems if "train_batch_size=9" in line)
+    assert "ranks=1 (= 8)" in line
+    assert "launcher" not in line
+    assert any("bf16: expected an object" in line for line in caught.value.problems)
+
+
 def test_neighbours_form_a_replica() -> None:
     ranks = [Ranks(rank, rank, 4, 4, torch.device("cpu")) for rank in range(4)]
     assert [(r.data_rank, r.data_ranks) for r in ranks] == [(0, 4), (1, 4), (2, 4), (3, 4)]
