@@ -51,10 +51,11 @@ def join(config: ModelConfig, parts: Sequence[dict[str, Tensor]]) -> dict[str, T
     for name, first in parts[0].items():
         layer, _, kind = name.rpartition(".")
         cut = table.get(".".join(layer.split(".")[2:]))  # blocks.3.mlp.up -> mlp.up
-        tensors = [part[name] for part in parts]
         if cut is None or (cut.by == "rows" and kind == "bias"):
-            joined[name] = first
-        elif cut.by == "rows":
+            joined[name] = first  # the other parts need not have it
+            continue
+        tensors = [part[name] for part in parts]
+        if cut.by == "rows":
             joined[name] = torch.cat(tensors, dim=1)
         else:
             widths = [width // len(parts) for width in cut.fused]
