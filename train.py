@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.deepspeed import BATCH_KEYS, Hardware, resolve
+from configs.deepspeed import BATCH_KEYS, Hardware, resolve, tensor_parallel_size
 from configs.schema import ConfigError, RunConfig, load_config
 from data.dataset import Blend, Corpus, VocabularyError, require_one_tokenizer
 from data.loader import Loader, evaluation_batches
@@ -138,6 +138,7 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
         problems.append(str(error))
     if problems:
         raise ConfigError(problems)
+    ranks = replace(ranks, tensor_parallel=tensor_parallel_size(section))
     found = checkpoint.claim_run_folder(config)
     start = checkpoint.Progress(0, 0, train_data.fingerprint, ranks.world_size)
     if found:
@@ -172,8 +173,8 @@ def train(run: Run) -> None:
         run.train_data,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
         accumulation_steps=engine.gradient_accumulation_steps(),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
+        rank=ranks.data_rank,
+        world_size=ranks.data_ranks,
         device=ranks.device,
         samples_consumed=run.start.samples_consumed,
     )
@@ -196,7 +197,7 @@ def loop(run: Run, engine: Any, loader: Loader, writer: metrics.MetricsWriter) -
         validation = evaluate(run, engine, 0, writer)
     speed = measure_speed(run)
     for step in range(run.start.step + 1, training.max_steps + 1):
-        seed_step(training.seed, step, ranks.rank)
+        seed_step(training.seed, step, ranks.data_rank)
         lr = engine.get_lr()[0]
         loss = train_step(engine, loader)
         speed.steps += 1
@@ -258,8 +259,8 @@ def evaluate(run: Run, engine: Any, step: int, writer: metrics.MetricsWriter) ->
         run.validation_data,
         samples,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
-        rank=run.ranks.rank,
-        world_size=run.ranks.world_size,
+        rank=run.ranks.data_rank,
+        world_size=run.ranks.data_ranks,
         device=run.ranks.device,
     )
     loss = validation_loss(engine, batches)
@@ -285,15 +286,18 @@ def describe(run: Run, engine: Any) -> None:
     config, section, ranks = run.config, run.section, run.ranks
     micro, accumulation = (section[key] for key in BATCH_KEYS[1:])
     length = config.training.sequence_length
+    copies = "replicas" if ranks.tensor_parallel > 1 else "ranks"
     lines = [
         f"model      {config.model.parameter_count():,} parameters in {precision(section)}",
         f"ranks      {ranks.world_size} on {ranks.device.type}, each with "
         f"{torch.get_num_threads()} threads",
         f"batch      {section['train_batch_size'] * length:,} tokens a step: {length} tokens x "
-        f"{micro} samples x {accumulation} accumulation steps x {ranks.world_size} ranks",
+        f"{micro} samples x {accumulation} accumulation steps x {ranks.data_ranks} {copies}",
         f"optimizer  {describe_optimizer(engine)}",
         f"blocks     {describe_policies(run.policies)}",
     ]
+    if ranks.tensor_parallel > 1:
+        lines.append(f"replicas   {ranks.data_ranks}, tensor parallel size {ranks.tensor_parallel}")
     if ranks.local_world_size > usable_cores():
         lines.append(f"warning    {ranks.local_world_size} ranks share {usable_cores()} cores")
     if run.checkpoint:

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from configs.schedule import resolve_scheduler
 from configs.schema import ConfigError, RunConfig, explain
+from model.config import ModelConfig
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -41,9 +42,10 @@ def resolve(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
     """
     section = copy.deepcopy(config.deepspeed)
     problems = _numbers_in_quotes(section, "deepspeed")
-    problems += _resolve_batch(section, hardware.world_size)
+    problems += _resolve_batch(section, hardware.world_size, tensor_parallel_size(section))
     problems += _resolve_precision(section, hardware)
     problems += _resolve_zero(section, config.model.parameter_count())
+    problems += _check_tensor_parallel(section, config.model, hardware.world_size)
     problems += _resolve_clipping(section)
     problems += _resolve_optimizer(section)
     problems += resolve_scheduler(section, config.training.max_steps)
@@ -64,8 +66,59 @@ def _numbers_in_quotes(node: Any, path: str) -> list[str]:
     return []
 
 
-def _resolve_batch(section: dict[str, Any], world_size: int) -> list[str]:
-    """train = micro x accumulation x ranks: complete it from what is given, as DeepSpeed does."""
+def tensor_parallel_size(section: Mapping[str, Any]) -> int:
+    """Ranks that hold one replica of the model together; 1 where the setting is not a size."""
+    size = _value(section, "tensor_parallel", "autotp_size")
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def _check_tensor_parallel(
+    section: dict[str, Any], model: ModelConfig, world_size: int
+) -> list[str]:
+    """Equal shares only: DeepSpeed would cut unequal ones, and leave ranks without any heads."""
+    block, key = section.get("tensor_parallel", {}), "deepspeed.tensor_parallel"
+    if not isinstance(block, dict) or block.keys() - {"autotp_size"}:
+        return [
+            f'{key}: expected {{"autotp_size": N}} and no other key; which layers are cut is '
+            "declared in model/partition.py"
+        ]
+    size = block.get("autotp_size", 0)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        return [f"{key}.autotp_size: expected the ranks that share one replica, got {size!r}"]
+    if size <= 1:
+        return []
+    wholes = {
+        "the number of ranks": world_size,
+        "model.heads": model.heads,
+        "model.kv_heads": model.kv_heads,
+        "model.mlp_width": model.mlp_width,
+    }
+    problems = [
+        f"{key}.autotp_size={size} does not divide {name} ({whole})"
+        for name, whole in wholes.items()
+        if whole % size
+    ]
+    half = any(_value(section, kind, "enabled") is True for kind in ("bf16", "fp16"))
+    if half and _value(section, "zero_optimization", "stage") in (None, 0):
+        problems.append(
+            f"{key}: in 16 bits at ZeRO stage 0 DeepSpeed leaves all but the first rank's "
+            "gradients out of the norm it clips by; set zero_optimization.stage to 1"
+        )
+    return problems
+
+
+def _value(section: Mapping[str, Any], block: str, key: str) -> Any:
+    """None where the block is missing, or is none: that is reported elsewhere."""
+    found = section.get(block)
+    return found.get(key) if isinstance(found, dict) else None
+
+
+def _resolve_batch(section: dict[str, Any], ranks: int, tensor_parallel: int) -> list[str]:
+    """train = micro x accumulation x ranks: complete it from what is given, as DeepSpeed does.
+
+    Ranks are data-parallel ones here: those that share a replica read the same samples.
+    """
+    world_size = max(1, ranks // tensor_parallel)
     given = {key: section.pop(key) for key in BATCH_KEYS if key in section}
     given = {key: value for key, value in given.items() if value != "auto"}
     problems = [
@@ -84,7 +137,8 @@ def _resolve_batch(section: dict[str, Any], world_size: int) -> list[str]:
         accumulation = max(1, (train or 0) // (micro * world_size))
     product = micro * accumulation * world_size
     if train not in (None, product):
-        return [_batch_problem(train, micro, accumulation, world_size)]
+        alone = "; started without a launcher, there is only 1 rank" if ranks == 1 else ""
+        return [_batch_problem(train, micro, accumulation, world_size) + alone]
     section.update(zip(BATCH_KEYS, (product, micro, accumulation), strict=True))
     return []
 
@@ -95,11 +149,10 @@ def _batch_problem(train: int, micro: int, accumulation: int, world_size: int) -
         fix = f"set gradient_accumulation_steps to {train // (micro * world_size)}"
     else:
         fix = f"set train_batch_size to a multiple of {micro * world_size}, such as {product}"
-    alone = "; started without a launcher, there is only 1 rank" if world_size == 1 else ""
     return (
         f"deepspeed.train_batch_size={train} is not train_micro_batch_size_per_gpu={micro} x "
         f"gradient_accumulation_steps={accumulation} x ranks={world_size} (= {product}); "
-        f"{fix}{alone}"
+        f"{fix}"
     )
 
 

@@ -67,10 +67,11 @@ class Attention(nn.Module):
             self.key_norm = make_norm(config, config.head_width)
 
     def forward(self, x: Tensor, rotary: Rotary | None, attend: Attend) -> Tensor:
-        batch, time, width = x.shape
-        heads, kv_heads = self.config.heads, self.config.kv_heads
-        qkv = self.qkv(x).view(batch, time, heads + 2 * kv_heads, self.config.head_width)
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+        # Heads are counted in the projection: it may hold a share of them (model/partition.py).
+        qkv = self.qkv(x).unflatten(-1, (-1, self.config.head_width))
+        group = self.config.heads // self.config.kv_heads  # query heads per key and value head
+        kv_heads = qkv.shape[2] // (group + 2)
+        q, k, v = qkv.split([group * kv_heads, kv_heads, kv_heads], dim=2)
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         if rotary is not None:
@@ -79,7 +80,7 @@ class Attention(nn.Module):
         # Time before heads in memory until here: the result then needs no copy to be joined.
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         y = attend(q, k, v, dropout)  # [batch, heads, time, head width]
-        return self.output(y.transpose(1, 2).reshape(batch, time, width))
+        return self.output(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):

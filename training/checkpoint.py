@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from configs.deepspeed import tensor_parallel_size
 from configs.schema import RunConfig, load_config
 from model.gpt import GPT, build
+from model.partition import join
 
 # Keys that may differ when a run is continued: they do not change what is computed at a step.
 FREE_KEYS = {
@@ -174,18 +177,27 @@ def load_model(run_folder: Path) -> tuple[GPT, RunConfig]:
     if checkpoint is None:
         raise ValueError(f"{run_folder}: holds no checkpoint yet")
     model = build(config.model, seed=0)
-    model.load_state_dict(_float32_weights(checkpoint))
+    parts = range(tensor_parallel_size(config.deepspeed))
+    weights = [_float32_weights(checkpoint, part) for part in parts]
+    model.load_state_dict(join(config.model, weights))
     model.tie_embeddings()
     return model, config
 
 
-def _float32_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    if any(checkpoint.glob("*zero_pp_rank*")):
-        # Imported here: weights of an unpartitioned run can be read without DeepSpeed.
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+def _float32_weights(checkpoint: Path, part: int) -> dict[str, torch.Tensor]:
+    """Weights of one tensor-parallel rank: DeepSpeed's mp_rank."""
+    files = list(checkpoint.glob(f"*mp_rank_{part:02}_*.pt"))
+    if not any("zero_pp_rank" in file.name for file in files):
+        path = checkpoint / f"mp_rank_{part:02}_model_states.pt"
+        states = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: weight.float() for name, weight in states["module"].items()}
+    # Imported here: weights of an unpartitioned run can be read without DeepSpeed.
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint.parent, tag=checkpoint.name)
+    # It reads a folder's every file as data-parallel shards of part 0.
+    with tempfile.TemporaryDirectory() as folder:
+        for file in files:
+            name = file.name.replace(f"mp_rank_{part:02}", "mp_rank_00")
+            (Path(folder) / name).symlink_to(file.resolve())
+        weights = get_fp32_state_dict_from_zero_checkpoint(folder, tag="")
         return {name: weight.contiguous() for name, weight in weights.items()}
-    path = checkpoint / "mp_rank_00_model_states.pt"
-    states = torch.load(path, map_location="cpu", weights_only=True)
-    return {name: weight.float() for name, weight in states["module"].items()}

@@ -23,6 +23,7 @@ from configs.deepspeed import Hardware
 from configs.schedule import learning_rate
 from configs.schema import RunConfig
 from model.gpt import GPT, build, initialise, parameter_groups
+from training import tensor_parallel
 
 # Environment of one rank under launchers that do not set torch's names: rank, local rank, size.
 MPI_NAMES = (
@@ -39,6 +40,17 @@ class Ranks:
     local_world_size: int
     """Ranks on this host."""
     device: torch.device
+    tensor_parallel: int = 1
+    """Neighbouring ranks that hold one replica of the model together."""
+
+    @property
+    def data_rank(self) -> int:
+        """The replica this rank belongs to: it decides which samples are read."""
+        return self.rank // self.tensor_parallel
+
+    @property
+    def data_ranks(self) -> int:
+        return self.world_size // self.tensor_parallel
 
     def hardware(self) -> Hardware:
         cuda = self.device.type == "cuda"
@@ -148,34 +160,40 @@ def precision(section: dict[str, Any]) -> torch.dtype:
 
 def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> Any:
     """The initialised GPT inside a DeepSpeed engine, with its optimizer and schedule."""
-    model = _build_model(config, section, ranks.device)
-    groups = parameter_groups(
-        model,
-        weight_decay=section["optimizer"]["params"].get("weight_decay", 0.0),
-        decay_embeddings=config.training.decay_embeddings,
-    )
     unpartitioned_float32 = (
         section["zero_optimization"].get("stage", 0) == 0 and precision(section) == torch.float32
     )
     if unpartitioned_float32 and not section["gradient_clipping"]:
         section = {**section, "gradient_clipping": math.inf}  # the norm is taken while clipping
+    mpu = None
+    if ranks.tensor_parallel > 1:
+        section, mpu = tensor_parallel.configure(config.model, section, ranks.tensor_parallel)
+    model = _build_model(config, section, ranks.device, mpu)
+    groups = parameter_groups(
+        model,
+        weight_decay=section["optimizer"]["params"].get("weight_decay", 0.0),
+        decay_embeddings=config.training.decay_embeddings,
+    )
+    if mpu:
+        tensor_parallel.separate_attention_masks(model, ranks.device)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=groups,
         config=section,
         lr_scheduler=partial(Schedule, section=section),
         dist_init_required=False,
+        mpu=mpu,
     )
     if config.training.compile_blocks:
         _compile_blocks(engine.module)
     if unpartitioned_float32:
         engine.clip_fp32_gradients = partial(_clip_gradients, engine)
-    if engine.zero_optimization_stage() == 0 and ranks.world_size == 1:
+    if engine.zero_optimization_stage() == 0 and ranks.data_ranks == 1:
         engine.enable_backward_allreduce = False  # it would copy all gradients to a buffer and back
     return engine
 
 
-def _build_model(config: RunConfig, section: dict[str, Any], device: torch.device) -> GPT:
+def _build_model(config: RunConfig, section: dict[str, Any], device: torch.device, mpu: Any) -> GPT:
     training = config.training
     if section["zero_optimization"].get("stage", 0) < 3:
         return build(
@@ -188,7 +206,8 @@ def _build_model(config: RunConfig, section: dict[str, Any], device: torch.devic
         )
     # Each module is partitioned as soon as it exists: no rank ever holds the whole model.
     # Its dtype comes from the config: on a device without float16 the dtype argument is ignored.
-    with deepspeed.zero.Init(config_dict_or_path=section):
+    group = mpu.get_data_parallel_group() if mpu else None
+    with deepspeed.zero.Init(config_dict_or_path=section, mpu=mpu, data_parallel_group=group):
         model = GPT(config.model, loss=training.loss, z_loss=training.z_loss)
     initialise(
         model,
@@ -211,7 +230,10 @@ def _compile_blocks(model: GPT) -> None:
 def _clip_gradients(engine: Any) -> None:
     """Clip at stage 0 in float32, where DeepSpeed's own clipping throws the norm away."""
     parameters, limit = list(engine.module.parameters()), engine.gradient_clipping()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if engine.autotp_size() > 1:
+        norm = tensor_parallel.gradient_norm(parameters)
+    else:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if limit < math.inf:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     engine._global_grad_norm = norm
@@ -233,9 +255,9 @@ class Schedule(torch.optim.lr_scheduler.LRScheduler):
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make dropout a pure function of (seed, step, rank).
+    """Make dropout a pure function of (seed, step, data-parallel rank).
 
-    Ranks draw different masks, and a resumed run draws the same ones without stored generator
+    Replicas draw different masks, and a resumed run draws the same ones without stored generator
     states.
     """
     digest = hashlib.blake2b(f"{seed}:{step}:{rank}".encode(), digest_size=7).digest()
