@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import deepspeed
 import torch
 
 import train
-from configs.deepspeed import resolve
+from configs.deepspeed import resolve, tensor_parallel_size
 from configs.schema import RunConfig
 from data.loader import Loader
 from memory.checkpointing import checkpoint_blocks
@@ -27,6 +28,7 @@ from training.engine import Ranks, build_engine, leave, read_ranks, seed_step, s
 
 def run(config: RunConfig, ranks: Ranks) -> dict[str, list[Any]]:
     section = resolve(config, ranks.hardware())
+    ranks = replace(ranks, tensor_parallel=tensor_parallel_size(section))
     engine = build_engine(config, section, ranks)
     policies = block_policies(
         config.activation_checkpointing, config.model.layers, ranks.device.type
@@ -40,12 +42,12 @@ def run(config: RunConfig, ranks: Ranks) -> dict[str, list[Any]]:
         data,
         micro_batch=section["train_micro_batch_size_per_gpu"],
         accumulation_steps=section["gradient_accumulation_steps"],
-        rank=ranks.rank,
-        world_size=ranks.world_size,
+        rank=ranks.data_rank,
+        world_size=ranks.data_ranks,
         device=ranks.device,
     ) as loader:
         for step in range(1, config.training.max_steps + 1):
-            seed_step(config.training.seed, step, ranks.rank)
+            seed_step(config.training.seed, step, ranks.data_rank)
             result["lrs"].append(engine.get_lr()[0])
             result["losses"].append(train.mean_over_ranks(train.train_step(engine, loader)))
             result["norms"].append(train.gradient_norm(engine))

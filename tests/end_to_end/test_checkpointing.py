@@ -54,6 +54,39 @@ def test_same_losses_and_weights(
         assert result["losses"][2] != result["losses"][0]
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "partitioned": {"partition_activations": True},
+    "contiguous": {"partition_activations": True, "contiguous_memory_optimization": True},
+    "on the CPU": {"partition_activations": True, "cpu_checkpointing": True},
+    "synchronised": {"synchronize_checkpoint_boundary": True},
+}
+
+
+@pytest.mark.slow
+def test_partitioned_checkpoints_under_tensor_parallelism(
+    altered: Callable[..., Any], train_all: Callable[..., Any]
+) -> None:
+    configs = {}
+    for stage in (0, 2, 3):
+        for plan, checkpointing in {"none": {}, **DEEPSPEED}.items():
+            for option, settings in OPTIONS.items() if plan != "none" else [("", {})]:
+                configs[f"zero {stage}: {plan} {option}"] = altered(
+                    {
+                        "model.layers": 3,
+                        "training.max_steps": 3,
+                        "deepspeed.tensor_parallel": {"autotp_size": 2},
+                        "deepspeed.zero_optimization": {"stage": stage},
+                        "deepspeed.activation_checkpointing": settings,
+                        "activation_checkpointing": checkpointing,
+                    }
+                )
+    results = train_all(configs, 2)
+    for name, result in results.items():
+        expected = results[f"{name.rpartition(':')[0]}: none "]
+        assert result["losses"] == expected["losses"], name
+        assert result["weights"] == expected["weights"], name
+
+
 @pytest.mark.slow
 def test_compiled_blocks_train_alike(
     altered: Callable[..., Any], train_all: Callable[..., Any]
