@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.deepspeed import BATCH_KEYS, Hardware, resolve
+from configs.deepspeed import BATCH_KEYS, Hardware, resolve, warnings_of
 from configs.schema import ConfigError, RunConfig, load_config
 from data.dataset import Blend, Corpus, VocabularyError, require_one_tokenizer
 from data.loader import Loader, evaluation_batches
@@ -99,7 +99,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def check(config: RunConfig, gpus: int) -> int:
     """Print what a run on `gpus` GPUs would be, without needing one."""
-    section = resolve(config, Hardware(gpus, "cuda", bf16=True))
+    hardware = Hardware(gpus, "cuda", bf16=True)
+    section = resolve(config, hardware)
     resolved = config.model_dump() | {"deepspeed": section}
     tokens = section["train_batch_size"] * config.training.sequence_length
     flops = training_flops_per_token(config.model, config.training.sequence_length)
@@ -109,6 +110,8 @@ def check(config: RunConfig, gpus: int) -> int:
         f"{config.model.parameter_count():,} parameters; {tokens:,} tokens a step, {steps:,} steps"
     )
     print(f"{tokens * steps:,} tokens in all, {flops * tokens * steps:.3g} FLOPs")
+    for line in warnings_of(config, section, hardware):
+        print(f"warning: {line}")
     return 0
 
 
@@ -279,6 +282,7 @@ def describe(run: Run, engine: Any) -> None:
         f"{micro} samples x {accumulation} accumulation steps x {ranks.world_size} ranks",
         f"optimizer  {describe_optimizer(engine)}",
     ]
+    lines += [f"warning    {line}" for line in warnings_of(config, section, ranks.hardware())]
     if ranks.local_world_size > usable_cores():
         lines.append(f"warning    {ranks.local_world_size} ranks share {usable_cores()} cores")
     if run.checkpoint:
