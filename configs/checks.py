@@ -323,19 +323,14 @@ def warnings_of(config: RunConfig, section: Mapping[str, Any], world_size: int) 
     return lines + _accumulation(section, zero)
 
 
-def _accumulation(section: Mapping[str, Any], zero: dict[str, Any]) -> list[str]:
+def _accumulation(section: Mapping[str, Any], zero: Mapping[str, Any]) -> list[str]:
     """bfloat16 has 8 significant bits: in a sum of 16 gradients the last has half of them left."""
     count = section["gradient_accumulation_steps"]
-    if count < 16 or not _block(section, "bf16").get("enabled"):
+    wide = _block(section, "data_types").get("grad_accum_dtype") in ("fp32", "float32", "float")
+    if count < 16 or wide or not _block(section, "bf16").get("enabled"):
         return []
-    stage, cure = zero.get("stage", 0), 'set data_types.grad_accum_dtype to "fp32"'
-    if stage in (1, 2) and _offload_device(zero, "offload_optimizer") != "none":
-        cure = "stages 1 and 2 with offload_optimizer know no other way; stage 3 does"
-    elif _block(section, "data_types").get("grad_accum_dtype") in ("fp32", "float32", "float"):
-        return []
-    elif stage == 0:
-        cure = f"set zero_optimization.stage to 1 and {cure.removeprefix('set ')}"
+    stage = "" if zero.get("stage", 0) else "zero_optimization.stage to 1 and "
     return [
         f"deepspeed.gradient_accumulation_steps={count}: DeepSpeed adds the gradients up in "
-        f"bfloat16, which loses small ones; {cure}"
+        f'bfloat16, which loses small ones; set {stage}data_types.grad_accum_dtype to "fp32"'
     ]

@@ -77,7 +77,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def keys_read(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """The keys DeepSpeed asks for in the section at `path`, each with its default."""
-    recorder = Recorder(given if path else {"train_micro_batch_size_per_gpu": 1})
+    recorder = Recorder(given)
     with contextlib.suppress(Exception):  # what it refuses is reported elsewhere
         _parse(_nested(path, recorder) if path else recorder)
     return recorder.asked
@@ -87,7 +87,9 @@ def _parse(section: dict[str, Any]) -> None:
     # Imported here: it takes seconds, and a config can be read without it.
     from deepspeed.runtime.config import DeepSpeedConfig
 
+    # What other keys need beside them: the low-precision states are refused at ZeRO stage 0.
     section.setdefault("train_micro_batch_size_per_gpu", 1)
+    section.setdefault("zero_optimization", {"stage": 1})
     DeepSpeedConfig(section)
 
 
