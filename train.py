@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.deepspeed import BATCH_KEYS, Hardware, resolve, tensor_parallel_size
+from configs.deepspeed import BATCH_KEYS, Hardware, resolve, tensor_parallel_size, warnings_of
 from configs.schema import ConfigError, RunConfig, load_config
 from data.dataset import Blend, Corpus, VocabularyError, require_one_tokenizer
 from data.loader import Loader, evaluation_batches
@@ -104,7 +104,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def check(config: RunConfig, gpus: int) -> int:
     """Print what a run on `gpus` GPUs would be, without needing one."""
-    section = resolve(config, Hardware(gpus, "cuda", bf16=True))
+    hardware = Hardware(gpus, "cuda", bf16=True)
+    section = resolve(config, hardware)
     policies = block_policies(config.activation_checkpointing, config.model.layers, "cuda")
     resolved = config.model_dump() | {"deepspeed": section}
     tokens = section["train_batch_size"] * config.training.sequence_length
@@ -116,6 +117,8 @@ def check(config: RunConfig, gpus: int) -> int:
     )
     print(f"{tokens * steps:,} tokens in all, {flops * tokens * steps:.3g} FLOPs")
     print(f"blocks: {describe_policies(policies)}")
+    for line in warnings_of(config, section, hardware):
+        print(f"warning: {line}")
     return 0
 
 
@@ -298,6 +301,7 @@ def describe(run: Run, engine: Any) -> None:
     ]
     if ranks.tensor_parallel > 1:
         lines.append(f"replicas   {ranks.data_ranks}, tensor parallel size {ranks.tensor_parallel}")
+    lines += [f"warning    {line}" for line in warnings_of(config, section, ranks.hardware())]
     if ranks.local_world_size > usable_cores():
         lines.append(f"warning    {ranks.local_world_size} ranks share {usable_cores()} cores")
     if run.checkpoint:

@@ -2,7 +2,7 @@
 
 DeepSpeed drops "auto" values without a word, takes the slow or uncompiled optimizer by default and
 asserts on batch sizes with a traceback. Here each is settled, or refused with the reason, before
-DeepSpeed sees it.
+DeepSpeed sees it; configs/checks.py refuses what it would ignore, misread or crash on.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
+from configs import checks
 from configs.schedule import resolve_scheduler
-from configs.schema import ConfigError, RunConfig, explain
+from configs.schema import ConfigError, RunConfig
 from model.config import ModelConfig
 
+# Here "auto" is DeepSpeed's own word.
+AUTO_IS_A_VALUE = {
+    "deepspeed.data_types.keep_in_fp32_modules",
+    "deepspeed.zero_optimization.zenflow.select_interval",
+    "deepspeed.zero_optimization.zenflow.select_strategy",
+    "deepspeed.zero_optimization.zenflow.update_interval",
+}
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -50,9 +56,20 @@ def resolve(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
     problems += _resolve_optimizer(section)
     problems += resolve_scheduler(section, config.training.max_steps)
     problems += _leftover_auto(section, "deepspeed")
+    named = {line.partition(":")[0] for line in problems}
+    problems += [
+        line
+        for line in checks.problems_of(config, section, hardware.device)
+        if line.partition(":")[0] not in named
+    ]
     if problems:
         raise ConfigError(problems)
     return section
+
+
+def warnings_of(config: RunConfig, section: Mapping[str, Any], hardware: Hardware) -> list[str]:
+    """Settings of a resolved section that are legal and do nothing useful, or surprise."""
+    return checks.warnings_of(config, section, hardware.world_size)
 
 
 def _numbers_in_quotes(node: Any, path: str) -> list[str]:
@@ -186,10 +203,9 @@ def _resolve_precision(section: dict[str, Any], hardware: Hardware) -> list[str]
 
 
 def _resolve_zero(section: dict[str, Any], parameters: int) -> list[str]:
-    """Check the ZeRO block against DeepSpeed's own schema, in its words and with nearest names.
+    """Make the bucket in which gradients are gathered for reduction no larger than all of them.
 
-    The bucket in which gradients are gathered for reduction is allocated whole, 2 GB of float32 by
-    default. It is made no larger than all gradients together.
+    DeepSpeed allocates it whole, 2 GB of float32 by default.
     """
     # Imported here: it takes seconds, and a config can be read without it.
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -197,11 +213,7 @@ def _resolve_zero(section: dict[str, Any], parameters: int) -> list[str]:
     block = section.setdefault("zero_optimization", {"stage": 0})
     if not isinstance(block, dict):
         return ['deepspeed.zero_optimization: expected an object such as {"stage": 2}']
-    try:
-        DeepSpeedZeroConfig.model_validate(_without_auto(block))
-    except ValidationError as error:
-        return explain(error, DeepSpeedZeroConfig, "deepspeed.zero_optimization.")
-    if block.get("stage", 0) > 0 and block.get("reduce_bucket_size", "auto") == "auto":
+    if block.get("stage", 0) in (1, 2, 3) and block.get("reduce_bucket_size", "auto") == "auto":
         default = DeepSpeedZeroConfig.model_fields["reduce_bucket_size"].default
         block["reduce_bucket_size"] = min(int(default), parameters)
     return []
@@ -216,10 +228,6 @@ def _resolve_clipping(section: dict[str, Any]) -> list[str]:
             f"got {limit!r}"
         ]
     return []
-
-
-def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in block.items() if value != "auto"}
 
 
 def offloads_optimizer(section: Mapping[str, Any]) -> bool:
@@ -246,13 +254,21 @@ def _resolve_optimizer(section: dict[str, Any]) -> list[str]:
         params.setdefault("adam_w_mode", block["type"].lower() == "adamw")
         params.setdefault("torch_adam", not offloads_optimizer(section))
         if params["torch_adam"]:
-            params.setdefault("fused", True)
+            params.setdefault("fused", not params.get("foreach"))
     return []
 
 
 def _leftover_auto(node: Any, path: str) -> list[str]:
     if isinstance(node, dict):
         return [line for k, v in node.items() for line in _leftover_auto(v, f"{path}.{k}")]
-    if node == "auto":
-        return [f'{path}: "auto" has no meaning here; DeepSpeed would drop the key: give a value']
-    return []
+    if node != "auto" or path in AUTO_IS_A_VALUE:
+        return []
+    if path.startswith("deepspeed.optimizer."):
+        return [
+            f'{path}: "auto" is filled in by the Hugging Face Trainer only; DeepSpeed would hand '
+            "the word to the optimizer, which fails: give a value"
+        ]
+    return [
+        f'{path}: "auto" is a convention of the Hugging Face Trainer; DeepSpeed would take its '
+        "default without a word, or fail on the text: give a value, or leave the key out"
+    ]
