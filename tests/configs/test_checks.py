@@ -83,6 +83,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      f"{ZERO}.offload_optimizer.device", "takes nvme for cpu"),
     ({ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu", "fast_init": True}}},
      f"{ZERO}.offload_optimizer.fast_init", "below stage 3"),
+    ({ZERO: {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+     f"{ZERO}.offload_optimizer.device", "takes nvme for cpu"),
     ({ZERO: {"stage": 3, "offload_param": {"device": "nvme"}}},
      f"{ZERO}.offload_param.nvme_path", "missing"),
     ({"aio": {"block_size": 4096}}, "aio", "nvme only"),
@@ -147,6 +149,8 @@ ACCEPTED: list[dict[str, Any]] = [
      "zero_allow_untested_optimizer": True},
     {ZERO: {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}},
      "aio": {"block_size": 4096}},
+    {ZERO: {"stage": 3, "offload_optimizer":
+            {"device": "nvme", "nvme_path": "/x", "fast_init": True, "pipeline_read": True}}},
     {"optimizer": optimizer("Adam", adam_w_mode=True, amsgrad=True)},
     {"optimizer": optimizer("AdamW", foreach=True)},
     {"optimizer": optimizer("AdamW", fp32_optimizer_states=False, bias_correction=True),
