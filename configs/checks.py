@@ -150,8 +150,7 @@ def _checkpointing(config: RunConfig, section: Mapping[str, Any], device: str) -
     block = _block(section, "activation_checkpointing")
     if not block:
         return
-    ours = getattr(config, "activation_checkpointing", None)
-    if getattr(ours, "backend", None) != "deepspeed":
+    if config.activation_checkpointing.backend != "deepspeed":
         yield (
             f"{CHECKPOINTING}: DeepSpeed only stores this section; no activation is checkpointed. "
             'Choose blocks in the run\'s own activation_checkpointing, with "backend": '
@@ -316,8 +315,7 @@ def warnings_of(config: RunConfig, section: Mapping[str, Any], world_size: int) 
             "deepspeed.zero_force_ds_cpu_optimizer: no effect; DeepSpeed asks for it only when "
             "the optimizer is an object of the caller, not named in the configuration"
         )
-    ours = getattr(config, "activation_checkpointing", None)
-    checkpointed = [name for name in getattr(ours, "policies", {}) if name != "none"]
+    checkpointed = config.activation_checkpointing.policies.keys() - {"none"}
     if _block(section, "activation_checkpointing") and not checkpointed:
         lines.append(f"{CHECKPOINTING}: no effect; activation_checkpointing.policies is empty")
     return lines + _accumulation(section, zero)

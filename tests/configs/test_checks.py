@@ -14,7 +14,7 @@ import pytest
 from configs import checks
 from configs.deepspeed import Hardware, resolve, warnings_of
 from configs.known_keys import keys_read, nearest
-from configs.schema import ConfigError, RunConfig
+from configs.schema import ActivationCheckpointing, ConfigError, RunConfig
 
 CPU = Hardware(1, "cpu", bf16=False)
 ZERO = "zero_optimization"
@@ -195,8 +195,8 @@ ALL = {
 @pytest.mark.parametrize(
     ("block", "backend", "ranks", "device", "expected"),
     [
-        ({}, None, 1, "cpu", []),
-        (ALL, None, 1, "cpu", ["", ".partition", ".contiguous", ".cpu_checkpointing"]),
+        ({}, "torch", 1, "cpu", []),
+        (ALL, "torch", 1, "cpu", ["", ".partition", ".contiguous", ".cpu_checkpointing"]),
         (ALL, "torch", 1, "cuda", ["", ".partition", ".contiguous"]),
         (ALL, "deepspeed", 2, "cpu", []),
         ({"cpu_checkpointing": True}, "deepspeed", 1, "cuda", []),
@@ -206,9 +206,9 @@ ALL = {
     ],
 )
 def test_activation_checkpointing(
-    block: dict[str, Any], backend: str | None, ranks: int, device: str, expected: list[str]
+    block: dict[str, Any], backend: Any, ranks: int, device: str, expected: list[str]
 ) -> None:
-    ours = SimpleNamespace(backend=backend, policies={"full": "all"}) if backend else None
+    ours = ActivationCheckpointing(backend=backend, policies={"full": "all"})
     config: Any = SimpleNamespace(activation_checkpointing=ours)
     section = {"activation_checkpointing": block, "tensor_parallel": {"autotp_size": ranks}}
     lines = checks.problems_of(config, section, device)
