@@ -299,12 +299,14 @@ def warnings_of(config: RunConfig, section: Mapping[str, Any], world_size: int) 
     """Settings of a resolved section that work and do nothing useful, or surprise."""
     zero = _block(section, "zero_optimization")
     lines = []
-    if world_size == 1:
+    if world_size // max(1, _tensor_parallel(section)) == 1:
         offloads = any(_offload_device(zero, key) != "none" for key in OFFLOADS)
         if zero.get("stage", 0) > 0 and not offloads:
-            lines.append(f"{ZERO}.stage={zero['stage']}: partitions nothing on one rank")
+            lines.append(
+                f"{ZERO}.stage={zero['stage']}: partitions nothing on one data-parallel rank"
+            )
         if zero.get("overlap_comm") is True:
-            lines.append(f"{ZERO}.overlap_comm: one rank has no communication to overlap")
+            lines.append(f"{ZERO}.overlap_comm: one data-parallel rank reduces nothing")
     lines += [
         f"deepspeed.{key}: DeepSpeed's curves count samples on the x axis, not steps"
         for key in MONITORS

@@ -221,7 +221,9 @@ def test_activation_checkpointing(
     ("change", "ranks", "expected"),
     [
         ({}, 1, []),
-        ({ZERO: {"stage": 2}}, 1, ["stage=2: partitions nothing on one rank"]),
+        ({ZERO: {"stage": 2}}, 1, ["stage=2: partitions nothing on one data-parallel"]),
+        ({ZERO: {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}, 2, ["stage=2: partitions"]),
+        ({ZERO: {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}, 4, []),
         ({ZERO: {"stage": 2}}, 2, []),
         ({ZERO: {"stage": 2, **CPU_OFFLOAD}}, 1, []),
         ({ZERO: {"stage": 3, "offload_param": {"device": "cpu"}}}, 1, []),

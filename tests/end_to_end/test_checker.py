@@ -203,7 +203,7 @@ def test_the_guide_names_its_faults_at_once_and_trains_without_them(
     assert done.returncode == 0, done.stderr[-3000:]
     warned = [line for line in done.stdout.splitlines() if line.startswith("warning    deepspeed")]
     assert len(warned) == 1
-    assert "overlap_comm: one rank" in warned[0]
+    assert "overlap_comm: one data-parallel rank" in warned[0]
     found = losses(fixed["training"]["run_folder"])
     assert list(found) == [1, 2, 3]
     assert all(0 < loss < 1.1 * math.log(67) for loss in found.values())
