@@ -5,14 +5,12 @@ python -m benchmarks.loss --output benchmarks/results/loss_CPU_DATE.md
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from benchmarks.measure import interleave, peak_bytes, ratio, report
+from benchmarks.measure import interleave, parse_options, peak_bytes, ratio, report
 from model import loss
 from model.loss import next_token_loss
 
@@ -55,10 +53,7 @@ def contenders() -> dict[str, Callable[[], None]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = parse_options(__doc__)
     runs = contenders()
     peaks = {name: peak_bytes(run) for name, run in runs.items()}
     timings = interleave(runs, options.rounds)

@@ -6,6 +6,7 @@ before and after each; pairs whose probes differ by more than 15 % are dropped.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import multiprocessing
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -119,23 +121,30 @@ def share_of_probe(timings: list[Timing], flops: float) -> Spread:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """Most bytes that torch's CPU allocator held at once during a call, by the profiler's events.
+    """Most bytes that torch's CPU allocator held at once during a call.
 
     What was allocated before the call does not count: build the model inside it.
     """
+    return max(accumulate(_allocations(run), initial=0))
+
+
+def kept_bytes(run: Callable[[], Any]) -> int:
+    """Bytes allocated in a call of torch code and still held when it returns, its result's too."""
+    run()  # buffers that are made once
+    return sum(_allocations(run))
+
+
+def _allocations(run: Callable[[], Any]) -> list[int]:
+    """Bytes that a call takes from torch's CPU allocator and (negative) gives back, in order."""
     gc.collect()
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         kept = run()
-    del kept
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    held = peak = 0
-    for _, change in changes:
-        held += change
-        peak = max(peak, held)
-    return peak
+    del kept
+    return [change for _, change in changes]
 
 
 def operator_shares_of(prepare: Callable[[], Callable[[], Any]]) -> dict[str, float]:
@@ -153,18 +162,12 @@ def _operator_shares(prepare: Callable[[], Callable[[], Any]]) -> dict[str, floa
     return {key: seconds[key] / total for key in sorted(seconds, key=seconds.get, reverse=True)}  # type: ignore[arg-type]
 
 
-def kept_bytes(run: Callable[[], Any]) -> int:
-    """Bytes allocated in a call of torch code and still held when it returns, its result's too."""
-    run()  # buffers that are made once
-    gc.collect()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        kept = run()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    held = sum(event.nbytes() for event in events if event.name() == "[memory]")
-    del kept
-    return held
+def parse_options(description: str | None, rounds: int = 20) -> argparse.Namespace:
+    """--rounds and --output; the description's first line is the command's help."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
 
 
 def report(title: str, lines: list[str], output: Path | None) -> None:

@@ -5,13 +5,11 @@ python -m benchmarks.optimizer --output benchmarks/results/optimizer_CPU_DATE.md
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from benchmarks.measure import interleave, ratio, report
+from benchmarks.measure import interleave, parse_options, ratio, report
 from model.config import ModelConfig
 from model.gpt import build
 
@@ -31,10 +29,7 @@ def step_of(config: ModelConfig, arguments: dict[str, bool]) -> Callable[[], Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = parse_options(__doc__, rounds=40)
     config = ModelConfig(  # type: ignore[call-arg]
         preset="gpt2", layers=6, width=384, heads=6, vocabulary_size=8192, max_sequence_length=256
     )

@@ -7,16 +7,14 @@ Needs the quickstart's corpus (`make corpus`).
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from benchmarks.measure import report
+from benchmarks.measure import parse_options, report
 
 IMPORTS = {"everything": "train", "of it torch": "torch", "of it DeepSpeed": "deepspeed"}
 
@@ -58,10 +56,7 @@ def import_seconds() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = parse_options(__doc__, rounds=5)
     described, first = zip(*(seconds_to_first_step() for _ in range(options.rounds)), strict=True)
     lines = ["| from process start | median seconds |", "|---|---|"]
     lines.append(f"| to a built engine | {statistics.median(described):.1f} |")

@@ -7,7 +7,6 @@ And what each checkpointing policy keeps of one wide block. Every contender has 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import multiprocessing
@@ -17,7 +16,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import Contender, interleave, kept_bytes, peak_bytes, ratio, report
+from benchmarks.measure import (
+    Contender,
+    interleave,
+    kept_bytes,
+    parse_options,
+    peak_bytes,
+    ratio,
+    report,
+)
 from configs.deepspeed import resolve
 from configs.schema import ConfigError, load_config
 from memory.checkpointing import apply_policies, checkpoint_blocks
@@ -138,10 +145,7 @@ def block_lines(rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = parse_options(__doc__)
     lines = technique_lines(options.rounds) + block_lines(options.rounds)
     lines += ["", "Peak: torch's allocator, from building to the third step, or of one call."]
     lines += ["Times relative to the quickstart (ZeRO 2, no checkpointing) or to none."]

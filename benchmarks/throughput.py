@@ -13,11 +13,9 @@ what allocating large tensors costs.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -28,6 +26,7 @@ from benchmarks.measure import (
     Contender,
     interleave,
     operator_shares_of,
+    parse_options,
     ratio,
     report,
     share_of_probe,
@@ -167,10 +166,7 @@ def check_equal_losses(steps: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = parse_options(__doc__)
     steps = {name: Contender(functools.partial(prepare, make)) for name, make in CONTENDERS.items()}
     check_equal_losses(steps)
     timings = interleave(steps, options.rounds)

@@ -84,6 +84,7 @@ def keys_read(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse(section: dict[str, Any]) -> None:
+    """DeepSpeed's parser. It raises what it pleases: assertions, KeyError, TypeError, its own."""
     # Imported here: it takes seconds, and a config can be read without it.
     from deepspeed.runtime.config import DeepSpeedConfig
 

@@ -42,7 +42,7 @@ def rotary_tables(config: ModelConfig, positions: Tensor) -> Rotary:
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the leading channels of x [batch, time, heads, head width], paired (i, i + half)."""
-    cos, sin = (table.to(x.dtype)[:, None] for table in rotary)  # [time, 1, rotary width / 2]
+    cos, sin = (table[:, None] for table in rotary)  # [time, 1, rotary width / 2]
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
@@ -196,7 +196,8 @@ class GPT(nn.Module):
         if self.config.position == "learned":
             x = x + self.position_embedding(positions)
         else:
-            rotary = rotary_tables(self.config, positions)
+            cos, sin = rotary_tables(self.config, positions)
+            rotary = cos.to(x.dtype), sin.to(x.dtype)  # once: blocks would keep copies of their own
         return F.dropout(x, self.config.dropout, self.training), rotary
 
 
