@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,24 @@ from memory.policies import block_policies
 from training.engine import Ranks, build_engine, leave, read_ranks, seed_step, start_process_group
 
 
+def steps_of(engine: Any, config: RunConfig, ranks: Ranks) -> Iterator[dict[str, Any]]:
+    """Train to the end through the real step; yields each step's loss, norm and learning rate."""
+    data, _ = train.open_data(config)
+    with Loader(
+        data,
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        accumulation_steps=engine.gradient_accumulation_steps(),
+        rank=ranks.data_rank,
+        world_size=ranks.data_ranks,
+        device=ranks.device,
+    ) as loader:
+        for step in range(1, config.training.max_steps + 1):
+            seed_step(config.training.seed, step, ranks.data_rank)
+            lr = engine.get_lr()[0]
+            loss = train.mean_over_ranks(train.train_step(engine, loader))
+            yield {"losses": loss, "norms": train.gradient_norm(engine), "lrs": lr}
+
+
 def run(config: RunConfig, ranks: Ranks) -> dict[str, list[Any]]:
     section = resolve(config, ranks.hardware())
     ranks = replace(ranks, tensor_parallel=tensor_parallel_size(section))
@@ -34,27 +53,16 @@ def run(config: RunConfig, ranks: Ranks) -> dict[str, list[Any]]:
         config.activation_checkpointing, config.model.layers, ranks.device.type
     )
     checkpoint_blocks(engine, config, policies)
-    data, _ = train.open_data(config)
     result: dict[str, list[Any]] = {"losses": [], "norms": [], "lrs": [], "updates": [], "row": []}
     whole = engine.zero_optimization_stage() < 3
     weights = all_weights(engine)
-    with Loader(
-        data,
-        micro_batch=section["train_micro_batch_size_per_gpu"],
-        accumulation_steps=section["gradient_accumulation_steps"],
-        rank=ranks.data_rank,
-        world_size=ranks.data_ranks,
-        device=ranks.device,
-    ) as loader:
-        for step in range(1, config.training.max_steps + 1):
-            seed_step(config.training.seed, step, ranks.data_rank)
-            result["lrs"].append(engine.get_lr()[0])
-            result["losses"].append(train.mean_over_ranks(train.train_step(engine, loader)))
-            result["norms"].append(train.gradient_norm(engine))
-            if whole:
-                before, weights = weights, all_weights(engine)
-                result["updates"].append((weights - before).norm().item())
-                result["row"].append(engine.module.blocks[0].mlp.up.weight[:1].flatten().tolist())
+    for step in steps_of(engine, config, ranks):
+        for key, value in step.items():
+            result[key].append(value)
+        if whole:
+            before, weights = weights, all_weights(engine)
+            result["updates"].append((weights - before).norm().item())
+            result["row"].append(engine.module.blocks[0].mlp.up.weight[:1].flatten().tolist())
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=not whole):
         weights = all_weights(engine)
     result["weights"] = [hashlib.sha256(weights.float().numpy().tobytes()).hexdigest()]

@@ -9,56 +9,32 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import train
 from configs.deepspeed import resolve, tensor_parallel_size
 from configs.schema import RunConfig
-from data.loader import Loader
-from training.engine import Ranks, build_engine, read_ranks, seed_step, start_process_group
-
-KEPT = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-
-
-def keep_products(index: int, block: Any, x: torch.Tensor, rotary: Any) -> Any:
-    """Selective activation checkpointing: matrix products are kept, all else is computed again."""
-    contexts = partial(create_selective_checkpoint_contexts, KEPT)
-    return checkpoint(block, x, rotary, use_reentrant=False, context_fn=contexts)
+from memory.checkpointing import checkpoint_blocks
+from memory.policies import block_policies
+from tests.end_to_end.parity_worker import steps_of
+from training.engine import Ranks, build_engine, leave, read_ranks, start_process_group
 
 
-def recompute(index: int, block: Any, x: torch.Tensor, rotary: Any) -> Any:
-    return checkpoint(block, x, rotary, use_reentrant=False)
-
-
-RUNNERS = {"selective": keep_products, "full": recompute}
-
-
-def run(config: RunConfig, ranks: Ranks, stage: int, runner: Any) -> dict[str, Any]:
+def run(config: RunConfig, ranks: Ranks, stage: int) -> dict[str, Any]:
     section = resolve(config, ranks.hardware())
     section["zero_optimization"]["stage"] = stage
     ranks = replace(ranks, tensor_parallel=tensor_parallel_size(section))
     engine = build_engine(config, section, ranks)
-    engine.module.run_block = runner or engine.module.run_block
-    data, _ = train.open_data(config)
+    policies = block_policies(
+        config.activation_checkpointing, config.model.layers, ranks.device.type
+    )
+    checkpoint_blocks(engine, config, policies)
     result: dict[str, Any] = {"losses": [], "norms": [], "lrs": [], "start": weights(engine)}
-    with Loader(
-        data,
-        micro_batch=section["train_micro_batch_size_per_gpu"],
-        accumulation_steps=section["gradient_accumulation_steps"],
-        rank=ranks.data_rank,
-        world_size=ranks.data_ranks,
-        device=ranks.device,
-    ) as loader:
-        for step in range(1, config.training.max_steps + 1):
-            seed_step(config.training.seed, step, ranks.data_rank)
-            result["lrs"].append(engine.get_lr()[0])
-            result["losses"].append(train.mean_over_ranks(train.train_step(engine, loader)))
-            result["norms"].append(train.gradient_norm(engine))
+    for step in steps_of(engine, config, ranks):
+        for key, value in step.items():
+            result[key].append(value)
     result["end"] = weights(engine)
     engine.destroy()
     return result
@@ -79,7 +55,7 @@ if __name__ == "__main__":
         # "as stage N" runs what the configuration's checks refuse.
         stage = int(name.split("as stage ")[1]) if "as stage" in name else None
         wanted = config.deepspeed["zero_optimization"]["stage"]
-        runner = RUNNERS.get(name.split()[0])
-        results[name] = run(config, ranks, wanted if stage is None else stage, runner)
+        results[name] = run(config, ranks, wanted if stage is None else stage)
     torch.save(results, f"{sys.argv[2]}.{ranks.rank}")
     torch.distributed.destroy_process_group()
+    leave(0)
