@@ -27,8 +27,9 @@ from benchmarks.measure import (
 )
 from configs.deepspeed import resolve
 from configs.schema import ConfigError, load_config
-from memory.checkpointing import apply_policies, checkpoint_blocks
+from memory.checkpointing import checkpoint_blocks
 from memory.policies import Policy, block_policies
+from memory.recompute import apply_policies
 from model.config import ModelConfig
 from model.gpt import build
 from train import train_step

@@ -58,9 +58,11 @@ def test_configs_take_only_sizes_and_loss_names_from_the_model() -> None:
         assert names <= {"model.config", "model.loss"}, path
 
 
-@pytest.mark.parametrize("package", ["model", "data", "configs"])
+@pytest.mark.parametrize("package", ["model", "data", "configs", "memory"])
 def test_light_packages_do_not_import_deepspeed_at_module_level(package: str) -> None:
     for path in sources(package):
+        if path == ROOT / "memory/checkpointing.py":
+            continue
         top_level = [
             node for node in parse(path).body if isinstance(node, ast.Import | ast.ImportFrom)
         ]

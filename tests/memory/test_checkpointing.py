@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import kept_bytes
-from memory.checkpointing import apply_policies
 from memory.policies import Policy
+from memory.recompute import apply_policies
 from model.config import ModelConfig
 from model.gpt import GPT, build, run_block
 

@@ -1,0 +1,80 @@
+"""Bytes alive on a device and on its host, by category, along the timeline of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Place = Literal["gpu", "host"]
+Category = Literal[
+    "parameters",
+    "master_weights",
+    "gradients",
+    "optimizer_states",
+    "buffers",
+    "activations",
+    "transient",
+    "loss",
+    "allowance",
+]
+
+
+class Sample(NamedTuple):
+    """The most bytes alive at once during one moment, and what they were."""
+
+    moment: str
+    total: int
+    by_category: dict[Category, int]
+
+
+@dataclass
+class Ledger:
+    """What is alive, and the peak of each moment.
+
+    Every allocation and every release is booked in the order in which it happens; a moment ("block
+    3 backward", "optimizer step") lasts until the next one begins.
+    """
+
+    granularity: int = 1
+    """The allocator's unit in bytes: 512 on CUDA, 1 on a CPU."""
+    places: tuple[Place, ...] = ("gpu", "host")
+    alive: dict[Place, Counter[Category]] = field(default_factory=dict)
+    timeline: dict[Place, list[Sample]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.alive = {place: Counter() for place in self.places}
+        self.timeline = {place: [] for place in self.places}
+        self.begin("start")
+
+    def begin(self, moment: str) -> None:
+        for place in self.places:
+            self.timeline[place].append(Sample(moment, -1, {}))
+            self._sample(place)
+
+    def allocate(self, category: Category, size: int, place: Place = "gpu") -> None:
+        """Book `size` bytes of one allocation."""
+        self.alive[place][category] += self._rounded(size)
+        self._sample(place)
+
+    def free(self, category: Category, size: int, place: Place = "gpu") -> None:
+        """Release one allocation of `size` bytes."""
+        self.alive[place][category] -= self._rounded(size)
+        assert self.alive[place][category] >= 0, f"{category} below zero: {size} bytes too many"
+
+    def move(self, source: Category, target: Category, size: int, place: Place = "gpu") -> None:
+        """Book what is alive already under another category."""
+        self.free(source, size, place)
+        self.allocate(target, size, place)
+
+    def peak(self, place: Place = "gpu") -> Sample:
+        return max(self.timeline[place], key=lambda sample: sample.total)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.granularity) * self.granularity
+
+    def _sample(self, place: Place) -> None:
+        total = self.alive[place].total()
+        last = self.timeline[place][-1]
+        if total > last.total:
+            self.timeline[place][-1] = Sample(last.moment, total, dict(self.alive[place]))

@@ -1,0 +1,106 @@
+"""Applies a policy to each block of a GPT, through the block loop's seam: no parameter is renamed.
+
+Evaluation is never checkpointed: without gradients there is no backward pass to save memory for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from memory.policies import Policy
+from model.config import ModelConfig
+from model.gpt import GPT, Rotary, run_block
+
+aten = torch.ops.aten
+MATRIX_PRODUCTS = (aten.mm.default, aten.addmm.default)
+# At ZeRO stage 3 DeepSpeed's linear layer adds the bias to the product in place, so what is kept
+# holds it already. A recomputation that did not skip this, too, would add it twice, unnoticed.
+BIAS_IN_PLACE = aten.add_.Tensor
+# Unfused attention is not here: its scores and masks would be larger than all else in the block.
+FUSED_ATTENTION = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+Runner = Callable[[nn.Module, Tensor, Rotary | None], Tensor]
+
+
+def apply_policies(
+    model: GPT,
+    policies: Sequence[Policy],
+    *,
+    full: Runner | None = None,
+    offload: Runner | None = None,
+) -> None:
+    """Make each block of the model keep what its policy says, from the next step on.
+
+    `full` replaces torch's way of doing "full"; `offload` is needed where a policy asks for it.
+    """
+    assert len(policies) == len(model.blocks)
+    if all(policy == "none" for policy in policies):
+        model.run_block = run_block
+        return
+    runners: dict[Policy, Runner] = {
+        "selective": partial(_selective, kept=kept_products(model.config)),
+        "full": full or recompute,
+    }
+    if offload:
+        runners["offload"] = offload
+
+    def run(index: int, block: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
+        policy = policies[index]
+        if policy == "none" or not torch.is_grad_enabled():
+            return block(x, rotary)
+        return runners[policy](block, x, rotary)
+
+    model.run_block = run
+
+
+def recompute(block: nn.Module, x: Tensor, rotary: Rotary | None, **options: Any) -> Tensor:
+    """torch's non-reentrant checkpoint; it stops recomputing at the last tensor backward needs."""
+    return checkpoint(block, x, rotary, use_reentrant=False, **options)
+
+
+def kept_products(config: ModelConfig) -> frozenset[int]:
+    """Which of a block's matrix products (1 qkv, 2 attention output, 3 up, 4 down) to keep.
+
+    A result that is only added to the residual stream is in no later formula: nothing needs it, not
+    even a recomputation. With dropout on it is on the way to the mask, which is needed.
+    """
+    if config.dropout:
+        return frozenset({1, 2, 3, 4})
+    return frozenset({1, 3} if config.parallel_residual else {1, 2, 3})
+
+
+def _selective(block: nn.Module, x: Tensor, rotary: Rotary | None, kept: frozenset[int]) -> Tensor:
+    return recompute(block, x, rotary, context_fn=partial(_selective_contexts, kept))
+
+
+def _selective_contexts(kept: frozenset[int]) -> Any:
+    done: Counter[bool] = Counter()  # matrix products so far, by whether it is the recomputation
+
+    def policy(
+        context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any
+    ) -> CheckpointPolicy:
+        keep = operator in FUSED_ATTENTION
+        if operator in MATRIX_PRODUCTS:
+            done[context.is_recompute] += 1
+        if operator in MATRIX_PRODUCTS or operator == BIAS_IN_PLACE:
+            keep = done[context.is_recompute] in kept
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
