@@ -39,6 +39,7 @@ class Ledger:
     granularity: int = 1
     """The allocator's unit in bytes: 512 on CUDA, 1 on a CPU."""
     places: tuple[Place, ...] = ("gpu", "host")
+    """Where the device is the CPU there is one place, "gpu", and the host's bytes are in it."""
     alive: dict[Place, Counter[Category]] = field(default_factory=dict)
     timeline: dict[Place, list[Sample]] = field(default_factory=dict)
 
@@ -54,11 +55,13 @@ class Ledger:
 
     def allocate(self, category: Category, size: int, place: Place = "gpu") -> None:
         """Book `size` bytes of one allocation."""
+        place = self._known(place)
         self.alive[place][category] += self._rounded(size)
         self._sample(place)
 
     def free(self, category: Category, size: int, place: Place = "gpu") -> None:
         """Release one allocation of `size` bytes."""
+        place = self._known(place)
         self.alive[place][category] -= self._rounded(size)
         assert self.alive[place][category] >= 0, f"{category} below zero: {size} bytes too many"
 
@@ -69,6 +72,9 @@ class Ledger:
 
     def peak(self, place: Place = "gpu") -> Sample:
         return max(self.timeline[place], key=lambda sample: sample.total)
+
+    def _known(self, place: Place) -> Place:
+        return place if place in self.places else self.places[0]
 
     def _rounded(self, size: int) -> int:
         return -(-size // self.granularity) * self.granularity
