@@ -1,0 +1,98 @@
+"""The timeline of a run: tapes of the model and DeepSpeed's states, replayed into a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from memory.activations import Event, Traced
+from memory.ledger import Category, Ledger
+from memory.policies import Policy
+from memory.states import States
+
+
+class Timeline:
+    """Replays initialisation and steps of one rank."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        traced: Traced,
+        policies: Sequence[Policy],
+        states: States,
+        *,
+        tied: bool,
+    ) -> None:
+        self.ledger = ledger
+        self.traced = traced
+        self.policies = policies
+        self.states = states
+        self.tied = tied
+        self.parameters = {parameter.name: parameter for parameter in states.setup.parameters}
+        self._shared: dict[str, int] = {}  # gradients that wait for their other half
+
+    def run(self) -> None:
+        """Initialise and take two steps: the first creates optimizer states, the second has them.
+
+        Of a step's micro-batches the first two and the last are replayed: those between repeat the
+        second.
+        """
+        self.ledger.begin("initialisation")
+        self.states.initialise(self.ledger)
+        last = self.states.setup.accumulation_steps - 1
+        for step in (1, 2):
+            for number in sorted({0, min(1, last), last}):
+                self.micro_batch(number)
+            self.ledger.begin("optimizer step")
+            self.states.step(self.ledger, first=step == 1)
+
+    def micro_batch(self, number: int) -> None:
+        head, blocks = self.traced.head, [self.traced.blocks[policy] for policy in self.policies]
+        batch = self.traced.batch
+        self.ledger.begin("embedding forward")
+        self.ledger.allocate("buffers", batch)
+        self._play(self.traced.embedding.forward)
+        for index, tape in enumerate(blocks):
+            self.ledger.begin(f"block {index} forward")
+            self._play(tape.forward, index)
+        self.ledger.begin("loss forward")
+        self.ledger.move("activations", "loss", self.traced.hidden)
+        self._play(head.forward, is_loss=True)
+        self.ledger.begin("loss backward")
+        self._play(head.backward, is_loss=True)
+        self.ledger.move("loss", "transient", self.traced.hidden)
+        for index, tape in reversed([*enumerate(blocks)]):
+            self.ledger.begin(f"block {index} backward")
+            self._play(tape.backward, index)
+        self.ledger.begin("embedding backward")
+        self._play(self.traced.embedding.backward)
+        self.states.end_micro_batch(self.ledger, number)
+        self.ledger.free("buffers", batch)
+
+    def _play(self, events: Iterable[Event], block: int = 0, *, is_loss: bool = False) -> None:
+        ledger, states = self.ledger, self.states
+        for kind, subject, size in events:
+            if kind == "allocate":
+                ledger.allocate(_category(subject, is_loss), size)
+            elif kind == "free":
+                ledger.free(_category(subject, is_loss), size)
+            else:
+                name = subject.replace("blocks.0.", f"blocks.{block}.")
+                if kind == "gradient":
+                    ledger.move(_category("transient", is_loss), "gradients", size)
+                    self._gradient(name, size)
+                else:
+                    getattr(states, kind)(ledger, name)
+
+    def _gradient(self, name: str, size: int) -> None:
+        """A tied matrix gets a gradient from both its uses: the first waits for the second."""
+        if self.tied and name == "token_embedding.weight":
+            if name not in self._shared:
+                self._shared[name] = size
+                return
+            self.ledger.free("gradients", self._shared.pop(name))  # added to the other in place
+        self.states.gradient(self.ledger, self.parameters[name])
+
+
+def _category(subject: str, is_loss: bool) -> Category:
+    return "loss" if is_loss else cast(Category, subject)
