@@ -433,9 +433,7 @@ class Stage3States(States):
     def _pins(self) -> bool:
         """Whether each parameter's share is page-locked while the model is built."""
         options = {**PARAMETER_OFFLOAD_DEFAULTS, **(self.zero.get("offload_param") or {})}
-        return (
-            self._share_home() == "host" and options["pin_memory"] and self.setup.device != "cpu"
-        )
+        return self._share_home() == "host" and options["pin_memory"] and self.setup.device != "cpu"
 
     def _master_weights(self, ledger: Ledger) -> None:
         """_create_fp32_partitions and initialize_optimizer_states.
@@ -523,9 +521,9 @@ class Stage3States(States):
         filled = sum(shard.size for shard in self.bucket)
         shares = sum(shard.share for shard in self.bucket)
         padded = sum(shard.padded for shard in self.bucket)
-        whole_buffer = self.zero["contiguous_gradients"] and filled <= self.zero[
-            "reduce_bucket_size"
-        ]
+        whole_buffer = (
+            self.zero["contiguous_gradients"] and filled <= self.zero["reduce_bucket_size"]
+        )
         kept = 0
         if whole_buffer and not self.zero["reduce_scatter"]:  # __avg_scatter_contiguous_grads
             if self.setup.data_ranks > 1:
