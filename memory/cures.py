@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from configs.schema import ConfigError, RunConfig, changed
-from memory.fit import fit
+from memory.fit import fit, uniform
 from memory.machine import Machine, show_bytes
 from memory.planner import Plan, Planner
 from memory.policies import Policy, as_names
@@ -76,19 +76,31 @@ def search(config: RunConfig, machine: Machine, over: frozenset[str]) -> Cure:
     `over`: of SEARCHED. Micro-batches change with accumulation, so that the global batch stays.
     """
     best: Cure | None = None
+    for bound, changes, planner in _by_least_time(config, machine, over):
+        if best and best.plan.fits and bound >= best.plan.step.total:
+            break
+        plan = fit(planner, alternatives=False).plan
+        cure = Cure({**changes, POLICIES: as_names(plan.policies)}, machine, plan)
+        if best is None or (_shortage(plan), plan.step.total) < (
+            _shortage(best.plan), best.plan.step.total,
+        ):  # fmt: skip
+            best = cure
+    assert best is not None, "the run's own settings are among those searched"
+    return best
+
+
+def _by_least_time(
+    config: RunConfig, machine: Machine, over: frozenset[str]
+) -> list[tuple[float, dict[str, Any], Planner]]:
+    """Settings with the step time that they would have if nothing had to be recomputed."""
+    found = []
     for changes in _settings(config, machine, over):
         try:
             planner = Planner(changed(config, changes), machine)
         except ConfigError:
             continue
-        plan = fit(planner, alternatives=False).plan
-        better = best is None or (not plan.fits, _shortage(plan), plan.step.total) < (
-            not best.plan.fits, _shortage(best.plan), best.plan.step.total,
-        )  # fmt: skip
-        if better:
-            best = Cure({**changes, POLICIES: as_names(plan.policies)}, machine, plan)
-    assert best is not None, "the run's own settings are among those searched"
-    return best
+        found.append((planner.step_time(uniform(planner, "none")).total, changes, planner))
+    return sorted(found, key=lambda entry: entry[0])
 
 
 def _shortage(plan: Plan) -> int:
