@@ -59,8 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         report = read(options)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {options.file}: cannot read it: {error.strerror}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps(report.as_json(), indent=2))
@@ -150,7 +153,7 @@ def describe(cure: Proposal) -> str:
         f"without {key}" if value is None else f"--set {_pasted(key, value)}"
         for key, value in cure.changes.items()
     ]
-    parts += [f"{cure.gpus} GPUs"] if cure.gpus else []
+    parts += [f"on {cure.gpus} GPUs"] if cure.gpus else []
     parts += [cure.advice] if cure.advice else []
     line = " ".join(parts)
     if cure.saving is not None:
