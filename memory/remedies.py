@@ -209,8 +209,7 @@ def _until(observation: Observation, plan: Plan) -> list[Sample]:
     moment = names.get(observation.moment, observation.moment)
     timeline = plan.gpu.timeline
     found = [number for number, sample in enumerate(timeline) if sample.moment == moment]
-    # Of the plan's two steps the second is the one that begins with optimizer states. An update
-    # may have failed while it made the first of them, so that one is the first.
-    if moment != "optimizer step" and (observation.held or {}).get("optimizer_states"):
+    if (observation.held or {}).get("optimizer_states"):
+        # Of the plan's two steps the one that has them: the second, or the first one's update.
         found = [n for n in found if timeline[n].by_category.get("optimizer_states")]
     return list(timeline[: found[0] + 1]) if found else []

@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 from configs.schema import RunConfig, changed
-from memory.diagnosis import Observation, Report, read_report
+from memory.diagnosis import Observation, Report, read_report, rule_of
 from memory.doctor import diagnose, main
 from memory.machine import Machine
 from memory.messages import Cgroup, Figures, find_message, read_cgroup, read_message
 from memory.planner import plan
 
 GIB, MIB = 2**30, 2**20
+
+
+def gib(number: float) -> int:
+    return int(number * GIB)
+
 
 OLD = (
     "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 79.15 GiB total capacity; 70.10 GiB "
@@ -121,10 +126,6 @@ def diagnosed(message: str, moment: str = "", **seen: Any) -> Report:
     return diagnose(Observation(message, moment, figures=figures, **given | seen))
 
 
-def gib(number: float) -> int:
-    return int(number * GIB)
-
-
 def test_both_wordings_to_the_byte() -> None:
     expected = Figures(
         "device",
@@ -147,22 +148,24 @@ def test_both_wordings_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    ("processes", "others"),
+    ("processes", "own", "others"),
     [
-        (f"Process 12 has 20.50 GiB memory in use. {OWN}", gib(20.50)),
+        (f"Process 12 has 20.50 GiB memory in use. {OWN}", gib(77.90), gib(20.50)),
         # A container's process ids differ: the one that holds what torch reserves is this one.
-        ("Process 123 has 77.90 GiB memory in use. ", 0),
+        ("Process 123 has 77.90 GiB memory in use. ", gib(77.90), 0),
         (
             "Process 12 has 1.50 GiB memory in use. Process 9 has 76.00 GiB memory in use. ",
+            76 * GIB,
             3 * GIB // 2,
         ),
         # A driver that does not know says 2^64 bytes.
-        ("Process 123 has 17179869184.00 GiB memory in use. ", None),
-        ("", None),
+        ("Process 123 has 17179869184.00 GiB memory in use. ", None, None),
+        ("", None, None),
     ],
 )
-def test_other_processes(processes: str, others: int | None) -> None:
+def test_other_processes(processes: str, own: int | None, others: int | None) -> None:
     message = new("2.00 GiB", "70.10 GiB", "3.90 GiB", processes)
+    assert read_message(message).process == own
     assert read_message(message).others == others
     # 1.5 GiB would not have been room for 2 GiB.
     expected = "other_process" if others == gib(20.50) else "capacity"
@@ -185,6 +188,8 @@ def test_advice_against_fragments_only_where_they_are_the_cause(
     advised = any("training.expandable_segments" in cure.changes for cure in report.cures)
     assert advised == (rule == "fragmentation")
     assert "expandable" not in report.explanation
+    already = rule_of(report.observation, expandable_segments=True)
+    assert already == "capacity", "segments that expand leave no pieces behind"
 
 
 def test_the_last_message_of_the_rank_that_has_it() -> None:
@@ -230,22 +235,49 @@ def test_the_loss_is_cured_first_where_it_ran_out(small: RunConfig) -> None:
     assert all("training.loss" not in cure.changes for cure in others)
 
 
-def test_cures_suffice_for_what_was_missing(small: RunConfig) -> None:
+@pytest.mark.parametrize(
+    ("short", "capacity", "missing"),
+    [
+        (5, None, 6),  # what was asked for, at least
+        (50, None, 50),
+        (50, GIB * 80, 50),  # the plan would have fitted: it is not to be trusted with the limit
+    ],
+)
+def test_cures_suffice_for_what_was_missing(
+    short: int, capacity: int | None, missing: int, small: RunConfig
+) -> None:
     """Without a limit of the machine, what was held when it failed is the limit."""
     now = plan(small, Machine())
     outside = now.gpu.peak.by_category["allowance"]
-    held = now.gpu.peak.total - outside - 5 * MIB
-    seen = Observation("", "block 3 backward", 0, "cuda", Figures("device", 6 * MIB, held))
-    report = diagnose(seen, small, now)
+    held = now.gpu.peak.total - outside - short * MIB
+    figures = Figures("device", 6 * MIB, held, capacity=capacity)
+    report = diagnose(Observation("", "block 3 backward", 0, "cuda", figures), small, now)
     assert report.rule == "capacity"
-    assert report.missing == 6 * MIB
+    assert report.missing == missing * MIB
     assert report.cures[0].fits
     for cure in report.cures:
         assert cure.saving is not None
-        assert cure.fits == (cure.saving >= 6 * MIB)
+        assert cure.fits == (cure.saving >= missing * MIB)
         if cure.gpus is None:
             then = plan(changed(small, cure.changes), Machine())
             assert now.gpu.peak.total - then.gpu.peak.total == cure.saving
+
+
+def test_a_smaller_micro_batch_before_checkpoints_where_the_loss_ran_out(small: RunConfig) -> None:
+    """Elsewhere what costs least time is first: the gradients of more micro-batches are sent."""
+    stage2 = {"training.loss": "auto", "deepspeed.zero_optimization.stage": 2}
+    config = changed(small, {**stage2, "deepspeed.train_batch_size": 32})
+    now = plan(config, Machine(gpus=2))
+    firsts = []
+    for moment in ("loss forward", "block 0 backward"):
+        figures = Figures("device", 1024, capacity=now.gpu.peak.total - 1024)
+        report = diagnose(Observation("", moment, 0, "cuda", figures), config, now)
+        assert report.cures[0].fits
+        firsts.append(sorted(report.cures[0].changes))
+    assert firsts == [
+        ["deepspeed.gradient_accumulation_steps", "deepspeed.train_micro_batch_size_per_gpu"],
+        ["activation_checkpointing.policies"],
+    ]
 
 
 def test_a_cpu_has_what_the_plan_had_before_the_moment_that_failed(small: RunConfig) -> None:
@@ -336,11 +368,12 @@ def test_control_groups_of_both_versions(tmp_path: Path) -> None:
         {
             "job/memory.max": "8589934592\n",
             "job/memory.events": "low 0\noom 3\noom_kill 2\n",
-            "job/task/memory.max": "max\n",
-            "job/task/memory.events": "oom_kill 1\n",
+            "job/step/memory.max": "17179869184\n",
+            "job/step/task/memory.max": "max\n",
+            "job/step/task/memory.events": "oom_kill 1\n",
         },
     )
-    assert read_cgroup(two, "0::/job/task\n") == Cgroup(8 * GIB, 2)
+    assert read_cgroup(two, "0::/job/step/task\n") == Cgroup(8 * GIB, 2)
     assert read_cgroup(two, "0::/elsewhere\n") is None
     one = tmp_path / "one"
     write(

@@ -132,6 +132,9 @@ def test_an_update_that_has_no_room_for_its_states(config: RunConfig, run: Run) 
     # Weights, gradients and two moments are nearly everything: at 80 % most states are made.
     assert planned["optimizer_states"] == 2 * held["parameters"]
     assert planned["optimizer_states"] / 2 < held["optimizer_states"] < planned["optimizer_states"]
+    # What was had: all that could be measured.
+    measured = sum(size for category, size in held.items() if category != "rest")
+    assert report.missing == now.gpu.peak.total - measured
     assert not any(cure.fits for cure in report.cures), "one CPU has nothing to divide them over"
 
 
