@@ -49,6 +49,8 @@ SWAP_MINIMUM = 1024**2
 """Smallest tensor in bytes that goes to NVMe (swap_tensor.constants MIN_AIO_BYTES)."""
 
 Status = Literal["partitioned", "in flight", "available"]
+GLOO_THREADS = 2
+"""torch's ProcessGroupGloo, by default."""
 NEVER = -(10**10)
 
 
@@ -111,7 +113,9 @@ class Coordinator:
         """Elements of parameters that are together."""
         self.entered: set[str] = set()
         self.in_backward: dict[str, None] = {}
-        self.kept_apart: dict[tuple[str, int], frozenset[Shard]] = {}
+        self.released_after: dict[tuple[str, int], frozenset[Shard]] = {}
+        self.aliases: dict[str, int] = {}
+        """Bytes by module that a recomputation still refers to after their release."""
 
     def reset_step(self, ledger: Ledger) -> None:
         """reset_step, before each forward of the model: the second one ends the recording."""
@@ -223,20 +227,32 @@ class Coordinator:
             ledger.free("transient", handle.buffer)
 
     def leave(self, ledger: Ledger, module: str, *, backward: bool) -> None:
-        """release_sub_module."""
+        """release_sub_module.
+
+        What torch's checkpoint recomputes it keeps detached: a parameter that is released then and
+        fetched again for backward is there twice until backward has used the first.
+        """
         wanted = self.modules.get(module, [])
         apart = self._released_after(module) if self.mode == "complete" else wanted
         if backward:
             self.in_backward.pop(module, None)
+            self.drop_aliases(ledger, module)
         for shard in wanted:
             shard.active.discard(module)
             if shard in apart:
+                held = shard.held
                 self._apart(ledger, shard)
+                if self.in_backward and not backward and not shard.held:
+                    ledger.allocate("parameters", held)
+                    self.aliases[module] = self.aliases.get(module, 0) + held
+
+    def drop_aliases(self, ledger: Ledger, module: str) -> None:
+        ledger.free("parameters", self.aliases.pop(module, 0))
 
     def _released_after(self, module: str) -> frozenset[Shard]:
         """__params_to_release: decided once for each step of the trace."""
         key = module, self.step
-        if key not in self.kept_apart:
+        if key not in self.released_after:
             wanted = self.modules[module]
             apart = {s for s in wanted if not s.persists and s.fetched_for <= self.step}
             passed = 0
@@ -246,8 +262,8 @@ class Coordinator:
                 for shard in self.modules.get(following, ()):
                     apart.discard(shard)
                     passed += shard.size
-            self.kept_apart[key] = frozenset(apart)
-        return self.kept_apart[key]
+            self.released_after[key] = frozenset(apart)
+        return self.released_after[key]
 
     def end_backward(self, ledger: Ledger) -> None:
         """release_backward_leftovers: an embedding's input has no gradient to end it by."""
@@ -269,22 +285,24 @@ class Coordinator:
     def gather_now(self, ledger: Ledger, shards: Sequence[Shard]) -> None:
         """Init's _all_gather, outside of forward and backward: each in a buffer of its own.
 
-        One rank gathers several parameters for nothing, but copies one alone.
+        One rank gathers several parameters for nothing, but copies one alone. Of several at once
+        gloo makes as many copies together as it has threads, at worst of the largest.
         """
         apart = [shard for shard in shards if shard.status == "partitioned"]
         alone = len(apart) == 1 or self.zero["allgather_sequential"]
-        staged = 0
+        sizes = [self.element * shard.padded for shard in apart]
+        shares = self.element * sum(s.share for s in apart) if self.staging else 0
+        if self.ranks == 1 and not alone:
+            for shard in apart:
+                self._hold(ledger, shard, self.element * shard.size if self.staging else 0)
+        else:
+            ledger.allocate("transient", shares)
+            for shard, size in zip(apart, sizes, strict=True):
+                self._hold(ledger, shard, size)
+            self._collective(ledger, sum(sorted(sizes)[-GLOO_THREADS:]))
+            ledger.free("transient", shares)
         for shard in apart:
-            share = self.element * shard.share if self.staging else 0
-            if self.ranks == 1 and not alone:
-                self._hold(ledger, shard, share)
-            else:
-                ledger.allocate("transient", share)
-                staged += share
-                self._hold(ledger, shard, self.element * shard.padded)
-                self._collective(ledger, self.element * shard.padded)
             shard.status = "available"
-        ledger.free("transient", staged)
 
     def take_apart(self, ledger: Ledger, shards: Iterable[Shard]) -> None:
         """partition, outside of forward and backward."""
@@ -433,9 +451,7 @@ class Stage3States(States):
     def _pins(self) -> bool:
         """Whether each parameter's share is page-locked while the model is built."""
         options = {**PARAMETER_OFFLOAD_DEFAULTS, **(self.zero.get("offload_param") or {})}
-        return (
-            self._share_home() == "host" and options["pin_memory"] and self.setup.device != "cpu"
-        )
+        return self._share_home() == "host" and options["pin_memory"] and self.setup.device != "cpu"
 
     def _master_weights(self, ledger: Ledger) -> None:
         """_create_fp32_partitions and initialize_optimizer_states.
@@ -503,6 +519,7 @@ class Stage3States(States):
     def gradient(self, ledger: Ledger, parameter: Parameter) -> None:
         """reduce_independent_p_g_buckets_and_remove_grads."""
         shard, limit = self.by_name[parameter.name], self.zero["reduce_bucket_size"]
+        self.coordinator.drop_aliases(ledger, parameter.name.rpartition(".")[0])
         filled = sum(other.size for other in self.bucket)
         if self.bucket and filled + shard.size > limit:
             self._reduce(ledger)
@@ -523,9 +540,9 @@ class Stage3States(States):
         filled = sum(shard.size for shard in self.bucket)
         shares = sum(shard.share for shard in self.bucket)
         padded = sum(shard.padded for shard in self.bucket)
-        whole_buffer = self.zero["contiguous_gradients"] and filled <= self.zero[
-            "reduce_bucket_size"
-        ]
+        whole_buffer = (
+            self.zero["contiguous_gradients"] and filled <= self.zero["reduce_bucket_size"]
+        )
         kept = 0
         if whole_buffer and not self.zero["reduce_scatter"]:  # __avg_scatter_contiguous_grads
             if self.setup.data_ranks > 1:
@@ -555,7 +572,8 @@ class Stage3States(States):
         """partition_grads, and _offload_grad_partition_at_boundary with the optimizer offloaded."""
         staged = self.sums * shard.share if self.home == "host" and len(ledger.places) == 2 else 0
         ledger.allocate("transient", staged)
-        last = self.micro_batch == self.setup.section["gradient_accumulation_steps"] - 1
+        # Of many micro-batches a replay may leave out those between the second and the last.
+        last = self.micro_batch >= min(2, self.setup.accumulation_steps - 1)
         if self.offloads and last:
             temporary(ledger, NORM_ELEMENT * min(shard.share, NORM_CHUNK))
             temporary(ledger, self.master * shard.share if self.master != self.sums else 0)
@@ -579,15 +597,23 @@ class Stage3States(States):
             for shard in self.shards:
                 temporary(ledger, NORM_ELEMENT * shard.share)
         for index, size in enumerate(self._group_sizes()):
-            gradient = 0 if self.offloads else self.master * size
-            joined = self.sums * size if gradient and self.sums != self.master else 0
-            ledger.allocate("transient", joined)
-            ledger.allocate("transient", gradient)
-            ledger.free("transient", joined)
+            gradient = self._join_gradients(ledger, index, size)
             if first:
                 self._optimizer_states(ledger, index, size)
             ledger.free("transient", gradient)
         self.coordinator.gather_now(ledger, [shard for shard in self.shards if shard.persists])
+
+    def _join_gradients(self, ledger: Ledger, index: int, size: int) -> int:
+        """_prepare_fp32_grad_for_sub_group: one parameter's gradient alone needs no joining."""
+        if self.offloads:
+            return 0
+        joined = self.sums * size if len(self.sub_groups[index]) > 1 else 0
+        ledger.allocate("transient", joined)
+        if self.sums == self.master:
+            return joined
+        ledger.allocate("transient", self.master * size)
+        ledger.free("transient", joined)
+        return self.master * size
 
     def _optimizer_states(self, ledger: Ledger, index: int, size: int) -> None:
         """AdamW's two moments."""
@@ -630,7 +656,10 @@ def zero_options(section: Mapping[str, Any]) -> dict[str, Any]:
     given = {
         key.removeprefix("stage3_"): value for key, value in section["zero_optimization"].items()
     }
-    return {**ZERO_DEFAULTS, **given}
+    options = {**ZERO_DEFAULTS, **given}
+    if options["allgather_sequential"]:  # DeepSpeedEngine._configure_zero_optimizer
+        options["prefetch_bucket_size"] = 1
+    return options
 
 
 def offload_device(zero: Mapping[str, Any], key: str) -> str:

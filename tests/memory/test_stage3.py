@@ -1,0 +1,179 @@
+"""ZeRO stage 3 replayed beside real trainings: what every hook allocates and releases, in bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.deepspeed import Hardware, resolve
+from configs.schema import RunConfig
+from memory import stage3
+from memory.ledger import Ledger
+from memory.stage3 import Stage3States
+from memory.states import Parameter, Setup
+from model.gpt import GPT, parameter_rules
+
+ZERO = "deepspeed.zero_optimization"
+OFFLOAD_OPTIMIZER = {
+    f"{ZERO}.offload_optimizer": {"device": "cpu"},
+    "deepspeed.optimizer.params.torch_adam": True,
+}
+OFFLOAD_BOTH = {**OFFLOAD_OPTIMIZER, f"{ZERO}.offload_param": {"device": "cpu"}}
+# Small enough that every limit decides something in a model of 133,000 parameters.
+LIMITS = {
+    f"{ZERO}.stage3_param_persistence_threshold": 100,
+    f"{ZERO}.stage3_model_persistence_threshold": 700,
+    f"{ZERO}.stage3_prefetch_bucket_size": 20_000,
+    f"{ZERO}.stage3_max_reuse_distance": 10_000,
+    f"{ZERO}.stage3_max_live_parameters": 60_000,
+    f"{ZERO}.sub_group_size": 20_000,
+    f"{ZERO}.reduce_bucket_size": 20_000,
+}
+PARTITIONED = {f"{ZERO}.stage3_param_persistence_threshold": 100}
+BF16 = {"deepspeed.bf16": {"enabled": True}}
+UNTIED = {"model.tied_embeddings": False}
+FULL = {"activation_checkpointing": {"policies": {"full": "all"}}}
+SELECTIVE = {"activation_checkpointing": {"policies": {"selective": "all"}}}
+ODD = {"model.preset": "gpt2", "model.width": 63, "model.heads": 3, "model.vocabulary_size": 511}
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bf16": BF16,
+    "partitioned": PARTITIONED,
+    "untied": PARTITIONED | UNTIED,
+    "limits": LIMITS,
+    "limits, untied, bf16": LIMITS | UNTIED | BF16,
+    "full": PARTITIONED | FULL,
+    "limits, full": LIMITS | FULL,
+    "limits, selective": LIMITS | SELECTIVE,
+    "sequential": PARTITIONED | {f"{ZERO}.stage3_allgather_sequential": True},
+    "all-reduced": PARTITIONED | {f"{ZERO}.reduce_scatter": False},
+    "scattered gradients": LIMITS | {f"{ZERO}.contiguous_gradients": False},
+    "float32 sums": PARTITIONED | BF16 | {"deepspeed.data_types": {"grad_accum_dtype": "fp32"}},
+    "odd sizes": PARTITIONED | ODD,
+    "offload optimizer": PARTITIONED | OFFLOAD_OPTIMIZER,
+    "offload optimizer, bf16": PARTITIONED | OFFLOAD_OPTIMIZER | BF16,
+    "offload both": PARTITIONED | OFFLOAD_BOTH,
+    "offload both, bf16": LIMITS | OFFLOAD_BOTH | BF16 | UNTIED,
+}
+Record = tuple[str, str, int, int, int]
+
+
+@pytest.fixture
+def small(altered: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """A model whose activations are few beside its weights."""
+
+    def make(ranks: int, accumulation: int, changes: Mapping[str, Any]) -> dict[str, Any]:
+        sizes = {
+            "model.width": 64, "model.heads": 2, "model.vocabulary_size": 512,
+            "model.vocabulary_multiple": 1, "model.max_sequence_length": 8,
+            "model.tied_embeddings": True, "model.dropout": 0.0,
+            "model.preset": "neox", "training.sequence_length": 8,
+            "deepspeed.train_batch_size": ranks * accumulation,
+            "deepspeed.gradient_accumulation_steps": accumulation,
+            f"{ZERO}.stage": 3,
+        }  # fmt: skip
+        return altered(sizes | dict(changes))
+
+    return make
+
+
+@pytest.fixture
+def measure(command: Any, tmp_path: Path) -> Callable[..., dict[str, list[Record]]]:
+    def run(configs: dict[str, Any], ranks: int) -> dict[str, list[Record]]:
+        given, written = tmp_path / "configs.json", tmp_path / "records.json"
+        given.write_text(json.dumps(configs))
+        worker = str(Path(__file__).with_name("stage3_worker.py"))
+        env = {"OMP_NUM_THREADS": "1"}
+        done = command.python(worker, str(given), str(written), ranks=ranks, env=env, timeout=400)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found: dict[str, list[Record]] = json.loads(written.read_text())
+        return found
+
+    return run
+
+
+def setup_of(raw: dict[str, Any], ranks: int, device: str = "cpu") -> Setup:
+    config = RunConfig.model_validate(raw)
+    section = resolve(config, Hardware(ranks, device, False))
+    with torch.device("meta"):
+        model = GPT(config.model)
+    rules = parameter_rules(model, decay_embeddings=config.training.decay_embeddings)
+    parameters = [
+        Parameter(name, parameter.numel(), rules[name].decay)
+        for name, parameter in model.named_parameters()
+    ]
+    element = 2 if section.get("bf16", {}).get("enabled") else 4
+    accumulation = section["gradient_accumulation_steps"]
+    return Setup(parameters, section, ranks, element, accumulation, device)
+
+
+def replay(setup: Setup, records: list[Record]) -> list[str]:
+    """Call the hooks in the recorded order; what differs from the record.
+
+    Activations come and go between hooks only, so that each hook's own bytes can be compared, and
+    the sum of them, in which no activation is left, at the end of micro-batches and steps.
+    """
+    states, ledger = Stage3States(setup), Ledger(places=("gpu",))
+    parameters = {parameter.name: parameter for parameter in setup.parameters}
+    holders = states.coordinator.modules
+    differences, micro_batch, first = [], 0, True
+    before = most = change = 0  # of containers: the replay books theirs with their first module's
+
+    for kind, name, start, peak, end in records:
+        if kind == "count" or (kind.startswith("leave") and name not in holders):
+            continue
+        if kind.startswith("enter") and name not in holders:
+            most, change = max(most, change + peak - start), change + end - start
+            continue
+        if kind == "gradient":
+            ledger.allocate("gradients", parameters[name].size * setup.element)
+        if kind in ("gradient", "leave_backward"):  # backward has dropped it before the hook
+            module = name if kind == "leave_backward" else name.rpartition(".")[0]
+            states.coordinator.drop_aliases(ledger, module)
+        ledger.begin(f"{kind} {name}")
+        before = ledger.alive["gpu"].total()
+        if kind == "initialise":
+            states.initialise(ledger)
+        elif kind == "gradient":
+            states.gradient(ledger, parameters[name])
+        elif kind == "end_micro_batch":
+            states.end_micro_batch(ledger, micro_batch)
+            micro_batch += 1
+        elif kind == "step":
+            states.step(ledger, first=first)
+            micro_batch, first = 0, False
+        else:
+            getattr(states, kind)(ledger, name)
+        planned = ledger.alive["gpu"].total()
+        found = change + end - start, max(most, change + peak - start)
+        expected = planned - before, ledger.timeline["gpu"][-1].total - before
+        most = change = 0
+        # Beside tensors of a few elements: norms, flags, the step counts of Adam.
+        if any(abs(a - b) > planned / 1000 for a, b in zip(found, expected, strict=True)):
+            differences.append(f"{kind} {name}: measured {found}, planned {expected}")
+        if kind in ("initialise", "end_micro_batch", "step") and abs(end / planned - 1) > 0.001:
+            differences.append(f"after {kind}: measured {end}, planned {planned}")
+    return differences
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_hook_as_measured(
+    small: Callable[..., dict[str, Any]],
+    measure: Callable[..., dict[str, list[Record]]],
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    accumulation: int,
+) -> None:
+    monkeypatch.setattr(stage3, "GLOO_THREADS", 1)  # the worker waits for each collective
+    configs = {name: small(ranks, accumulation, changes) for name, changes in CASES.items()}
+    records = measure(configs, ranks)
+    differences = {name: replay(setup_of(configs[name], ranks), records[name]) for name in CASES}
+    differences = {name: found for name, found in differences.items() if found}
+    assert not differences, json.dumps(differences, indent=1)
