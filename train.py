@@ -21,7 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.deepspeed import BATCH_KEYS, Hardware, resolve, tensor_parallel_size, warnings_of
+from configs.deepspeed import (
+    BATCH_KEYS,
+    Hardware,
+    precision,
+    resolve,
+    tensor_parallel_size,
+    warnings_of,
+)
 from configs.schema import ConfigError, RunConfig, load_config
 from data.dataset import Blend, Corpus, VocabularyError, require_one_tokenizer
 from data.loader import Loader, evaluation_batches
@@ -34,7 +41,6 @@ from training.engine import (
     Ranks,
     build_engine,
     leave,
-    precision,
     read_ranks,
     seed_step,
     start_process_group,

@@ -61,13 +61,15 @@ class Moment:
 
 
 def measure(
-    configs: Mapping[str, RunConfig], ranks: int = 1, steps: int = 3
+    configs: Mapping[str, RunConfig], ranks: int = 1, steps: int = 3, gradients: bool = False
 ) -> dict[str, list[Moment]]:
     """Train each configuration on `ranks` processes of this machine; rank 0's moments, by name.
 
     The moments: "build"; "initialize", deepspeed.initialize; "ready"; then "forward 1.0",
-    "backward 1.0" and "step 1.0" for step 1 and micro-batch 0, each followed by what happens until
-    the next; and "end". engine.step() after a micro-batch that is not the last only counts it.
+    "backward 1.0", "reduce 1.0" (after the model's backward) and "step 1.0" for step 1 and
+    micro-batch 0, each with what happens until the next; and "end". engine.step() after a micro-batch that is not the last only counts it. With
+    `gradients`, also what DeepSpeed does as a gradient is complete ("gradient NAME"), until the
+    model's backward goes on ("after NAME").
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -77,7 +79,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "moments.json"
         workers = [
-            context.Process(target=_work, args=(rank, ranks, port, given, steps, output))
+            context.Process(target=_work, args=(rank, ranks, port, given, steps, gradients, output))
             for rank in range(ranks)
         ]
         for worker in workers:
@@ -92,7 +94,13 @@ def measure(
 
 
 def _work(
-    rank: int, ranks: int, port: int, given: dict[str, str], steps: int, output: Path
+    rank: int,
+    ranks: int,
+    port: int,
+    given: dict[str, str],
+    steps: int,
+    gradients: bool,
+    output: Path,
 ) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in place.items()})
@@ -105,7 +113,7 @@ def _work(
     torch.set_num_threads(1)  # the models are small, and the ranks share the cores
     start_process_group(read_ranks())
     configs = {name: RunConfig.model_validate_json(text) for name, text in given.items()}
-    moments = {name: _moments(config, steps) for name, config in configs.items()}
+    moments = {name: _moments(config, steps, gradients) for name, config in configs.items()}
     if rank == 0:
         output.write_text(json.dumps(moments))
     torch.distributed.destroy_process_group()
@@ -124,11 +132,11 @@ def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
         nested = [*arguments, *options.values()]
         lists = [value if isinstance(value, list) else [value] for value in nested]
         tensors = [value for values in lists for value in values if isinstance(value, torch.Tensor)]
-        counts = [tensor._use_count() for tensor in tensors]
+        counts = [_references(tensor) for tensor in tensors]
 
         def settle() -> None:
             deadline = time.monotonic() + 10
-            while any(t._use_count() > n for t, n in zip(tensors, counts, strict=True)):
+            while any(_references(t) > n for t, n in zip(tensors, counts, strict=True)):
                 assert time.monotonic() < deadline, f"{collective.__name__} never lets go"
                 time.sleep(1e-5)
             tensors.clear()
@@ -139,6 +147,10 @@ def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
         return _Work(work, settle)
 
     return call
+
+
+def _references(tensor: torch.Tensor) -> int:
+    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]
 
 
 class _Work:
@@ -154,12 +166,12 @@ class _Work:
             self._settle()
 
 
-def _moments(config: RunConfig, steps: int) -> list[tuple[str, int, list[int]]]:
+def _moments(config: RunConfig, steps: int, gradients: bool) -> list[tuple[str, int, list[int]]]:
     gc.collect()  # an earlier engine is held by cycles
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
-        engine = _train(config, steps)
+        engine = _train(config, steps, gradients)
     engine.destroy()
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     moments: list[tuple[str, int, list[int]]] = [("before", 0, [])]
@@ -173,7 +185,7 @@ def _moments(config: RunConfig, steps: int) -> list[tuple[str, int, list[int]]]:
     return moments
 
 
-def _train(config: RunConfig, steps: int) -> Any:
+def _train(config: RunConfig, steps: int, gradients: bool) -> Any:
     """Some steps as train.py takes them, with the moments marked; returns the engine."""
     from memory.checkpointing import checkpoint_blocks
     from memory.policies import block_policies
@@ -188,15 +200,25 @@ def _train(config: RunConfig, steps: int) -> Any:
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     _mark("build")
     initialize = project.deepspeed.initialize
-    project.deepspeed.initialize = _marked(initialize, lambda: "initialize")
+
+    def marked_initialize(model: torch.nn.Module, **options: Any) -> Any:
+        if gradients:
+            _mark_gradients(model, "gradient")  # hooks run in the order in which they were set
+        _mark("initialize")
+        return initialize(model=model, **options)
+
+    project.deepspeed.initialize = marked_initialize
     engine = project.build_engine(config, section, ranks)
     project.deepspeed.initialize = initialize
+    if gradients:
+        _mark_gradients(engine.module, "after")
     policies = block_policies(
         config.activation_checkpointing, config.model.layers, ranks.device.type
     )
     checkpoint_blocks(engine, config, policies)
-    for kind in ("forward", "backward", "step"):
-        setattr(engine, kind, _marked(getattr(engine, kind), _counter(engine, kind)))
+    methods = ("forward", "backward", "_backward_epilogue", "step")
+    for kind, method in zip(("forward", "backward", "reduce", "step"), methods, strict=True):
+        setattr(engine, method, _marked(getattr(engine, method), _counter(engine, kind)))
     _mark("ready")
     for _ in range(steps):
         train_step(engine, itertools.repeat(batch))
@@ -207,6 +229,13 @@ def _train(config: RunConfig, steps: int) -> Any:
 def _mark(name: str) -> None:
     with record_function(MARK + name):
         pass
+
+
+def _mark_gradients(model: torch.nn.Module, kind: str) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: _mark(f"{kind} {name}")  # type: ignore[misc]
+        )
 
 
 def _marked(function: Callable[..., Any], name: Callable[[], str]) -> Callable[..., Any]:
@@ -235,13 +264,14 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--gradients", action="store_true", help="each gradient as a moment")
     parser.add_argument("--changes", action="store_true", help="each allocation and release too")
     options = parser.parse_args()
     config = load_config(options.config, options.overrides)
-    (moments,) = measure({"run": config}, options.ranks, options.steps).values()
-    print(f"{'moment':<16}{'start':>16}{'peak':>16}{'end':>16}  bytes")
+    (moments,) = measure({"run": config}, options.ranks, options.steps, options.gradients).values()
+    print(f"{'moment':<48}{'start':>16}{'peak':>16}{'end':>16}  bytes")
     for moment in moments:
-        print(f"{moment.name:<16}{moment.start:>16,}{moment.peak:>16,}{moment.end:>16,}")
+        print(f"{moment.name:<48}{moment.start:>16,}{moment.peak:>16,}{moment.end:>16,}")
         if options.changes:
             print("  " + " ".join(f"{change:+,}" for change in moment.changes))
 

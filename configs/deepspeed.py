@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from configs import checks
 from configs.schedule import resolve_scheduler
 from configs.schema import ConfigError, RunConfig
@@ -40,8 +42,11 @@ class Hardware:
     """Whether the device multiplies bfloat16 matrices in hardware."""
 
 
-def resolve(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
+def resolve(config: RunConfig, hardware: Hardware, *, ask_deepspeed: bool = True) -> dict[str, Any]:
     """The dictionary handed to deepspeed.initialize.
+
+    Without `ask_deepspeed` nothing is compared with the installed DeepSpeed, which takes seconds to
+    import: whoever only predicts need not have it.
 
     Raises:
         ConfigError: every mistake found, each naming its key.
@@ -57,11 +62,8 @@ def resolve(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
     problems += resolve_scheduler(section, config.training.max_steps)
     problems += _leftover_auto(section, "deepspeed")
     named = {line.partition(":")[0] for line in problems}
-    problems += [
-        line
-        for line in checks.problems_of(config, section, hardware.device)
-        if line.partition(":")[0] not in named
-    ]
+    checked = checks.problems_of(config, section, hardware.device) if ask_deepspeed else []
+    problems += [line for line in checked if line.partition(":")[0] not in named]
     if problems:
         raise ConfigError(problems)
     return section
@@ -81,6 +83,13 @@ def _numbers_in_quotes(node: Any, path: str) -> list[str]:
     if isinstance(node, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", node):
         return [f'{path}: "{node}" is text; write the number without quotes']
     return []
+
+
+def precision(section: dict[str, Any]) -> torch.dtype:
+    """The parameters' dtype under a resolved DeepSpeed section."""
+    if section.get("bf16", {}).get("enabled"):
+        return torch.bfloat16
+    return torch.float16 if section.get("fp16", {}).get("enabled") else torch.float32
 
 
 def tensor_parallel_size(section: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -9,6 +10,9 @@ from memory.activations import Event, Traced
 from memory.ledger import Category, Ledger
 from memory.policies import Policy
 from memory.states import States
+
+OFFLOADS_IN_FLIGHT = 2
+"""max_fwd_stash_count of DeepSpeed's _ActivationOffloadEngine."""
 
 
 class Timeline:
@@ -30,6 +34,7 @@ class Timeline:
         self.tied = tied
         self.parameters = {parameter.name: parameter for parameter in states.setup.parameters}
         self._shared: dict[str, int] = {}  # gradients that wait for their other half
+        self._on_device: deque[int] = deque()  # offloaded blocks whose input is still there
 
     def run(self) -> None:
         """Initialise and take two steps: the first creates optimizer states, the second has them.
@@ -47,7 +52,8 @@ class Timeline:
             self.states.step(self.ledger, first=step == 1)
 
     def micro_batch(self, number: int) -> None:
-        head, blocks = self.traced.head, [self.traced.blocks[policy] for policy in self.policies]
+        head = self.traced.head
+        blocks = [self.traced.blocks[policy] for policy in self.policies]
         batch = self.traced.batch
         self.ledger.begin("embedding forward")
         self.ledger.allocate("buffers", batch)
@@ -55,6 +61,8 @@ class Timeline:
         for index, tape in enumerate(blocks):
             self.ledger.begin(f"block {index} forward")
             self._play(tape.forward, index)
+            if self.policies[index] == "offload":
+                self._offload(index)
         self.ledger.begin("loss forward")
         self.ledger.move("activations", "loss", self.traced.hidden)
         self._play(head.forward, is_loss=True)
@@ -63,6 +71,8 @@ class Timeline:
         self.ledger.move("loss", "transient", self.traced.hidden)
         for index, tape in reversed([*enumerate(blocks)]):
             self.ledger.begin(f"block {index} backward")
+            if self.policies[index] == "offload":
+                self._restore(index)
             self._play(tape.backward, index)
         self.ledger.begin("embedding backward")
         self._play(self.traced.embedding.backward)
@@ -83,6 +93,21 @@ class Timeline:
                     self._gradient(name, size)
                 else:
                     getattr(states, kind)(ledger, name)
+
+    def _offload(self, block: int) -> None:
+        """DeepSpeed's _ActivationOffloadEngine: two inputs are on their way at a time (read)."""
+        self.ledger.allocate("activations", self.traced.hidden, "host")
+        self._on_device.append(block)
+        if len(self._on_device) > OFFLOADS_IN_FLIGHT:
+            self._on_device.popleft()
+            self.ledger.free("activations", self.traced.hidden)
+
+    def _restore(self, block: int) -> None:
+        if block in self._on_device:
+            self._on_device.remove(block)
+        else:
+            self.ledger.allocate("activations", self.traced.hidden)
+        self.ledger.free("activations", self.traced.hidden, "host")
 
     def _gradient(self, name: str, size: int) -> None:
         """A tied matrix gets a gradient from both its uses: the first waits for the second."""

@@ -19,7 +19,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from configs.deepspeed import Hardware
+from configs.deepspeed import Hardware, precision
 from configs.schedule import learning_rate
 from configs.schema import RunConfig
 from model.gpt import GPT, build, initialise, parameter_groups
@@ -149,13 +149,6 @@ def leave(code: int) -> NoReturn:
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def precision(section: dict[str, Any]) -> torch.dtype:
-    """The parameters' dtype under a resolved DeepSpeed section."""
-    if section.get("bf16", {}).get("enabled"):
-        return torch.bfloat16
-    return torch.float16 if section.get("fp16", {}).get("enabled") else torch.float32
 
 
 def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> Any:

@@ -1,0 +1,257 @@
+"""Predicts what a run needs of each GPU and of each host.
+
+Neither a GPU nor DeepSpeed is needed: the model's code runs on fake tensors, and what DeepSpeed
+would allocate around it is replayed (memory/states.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+
+from configs.deepspeed import Hardware, precision, resolve, tensor_parallel_size
+from configs.schema import RunConfig
+from memory.activations import Shape, Traced, trace
+from memory.cost import SPEEDS, StepTime, step_time
+from memory.ledger import Category, Ledger, Sample
+from memory.machine import Machine
+from memory.policies import Policy, block_policies
+from memory.states import Parameter, Setup, states_of
+from memory.timeline import Timeline
+from model.config import ModelConfig
+from model.gpt import GPT, parameter_rules
+from model.loss import LossMethod
+from model.partition import cuts
+
+GIB = 2**30
+CUDA_CONTEXT = int(0.6 * GIB)
+NCCL = int(0.5 * GIB)
+CUBLAS_WORKSPACE = 32 * 2**20
+HOST_PROCESS = 3 * GIB
+"""Allowances: assumed, not measured. The first two lie outside torch's allocator."""
+CUDA_GRANULARITY = 512
+LOADER_BATCHES = 4
+"""Micro-batches that data/loader.py reads ahead."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One GPU, or one host with its ranks."""
+
+    timeline: tuple[Sample, ...]
+    limit: int | None
+
+    @property
+    def peak(self) -> Sample:
+        return max(self.timeline, key=lambda sample: sample.total)
+
+    @property
+    def shortfall(self) -> int:
+        """Bytes that are missing; 0 where it fits."""
+        return 0 if self.limit is None else max(0, self.peak.total - self.limit)
+
+
+@dataclass(frozen=True)
+class Plan:
+    machine: Machine
+    policies: tuple[Policy, ...]
+    gpu: Place
+    host: Place
+    step: StepTime
+    assumptions: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.gpu.shortfall and not self.host.shortfall
+
+    def as_json(self) -> dict[str, Any]:
+        """Sizes in bytes, per GPU and per host."""
+        gpu, host = self.gpu, self.host
+        return {
+            "fits": self.fits,
+            "gpu": {
+                "peak_bytes": gpu.peak.total,
+                "limit_bytes": gpu.limit,
+                "by_category": categories(gpu.peak),
+                "peak_moment": gpu.peak.moment,
+            },
+            "host": {
+                "peak_bytes": host.peak.total,
+                "limit_bytes": host.limit,
+                "by_category": categories(host.peak),
+            },
+            "policies": list(self.policies),
+            "step_seconds_estimate": self.step.total,
+            "assumptions": list(self.assumptions),
+        }
+
+
+def categories(sample: Sample) -> dict[str, int]:
+    return {category: sample.by_category.get(category, 0) for category in get_args(Category)}
+
+
+class Planner:
+    """A run on a machine: everything that does not depend on the blocks' policies, done once."""
+
+    def __init__(self, config: RunConfig, machine: Machine) -> None:
+        hardware = Hardware(machine.gpus, machine.device, bf16=machine.device == "cuda")
+        self.config, self.machine = config, machine
+        self.section = resolve(config, hardware, ask_deepspeed=False)
+        self.dtype = precision(self.section)
+        self.tensor_parallel = tensor_parallel_size(self.section)
+        self.setup = Setup(
+            parameters=model_parameters(
+                config.model, config.training.decay_embeddings, self.tensor_parallel
+            ),
+            section=self.section,
+            data_ranks=machine.gpus // self.tensor_parallel,
+            element=self.dtype.itemsize,
+            accumulation_steps=self.section["gradient_accumulation_steps"],
+            device=machine.device,
+        )
+
+    def traced(self, policies: Sequence[Policy]) -> Traced:
+        """Tapes for these policies; "offload" runs as "full"."""
+        training, settings = self.config.training, self.config.activation_checkpointing
+        shape = Shape(
+            self.section["train_micro_batch_size_per_gpu"],
+            training.sequence_length,
+            self.dtype,
+            self.machine.device,
+            self.tensor_parallel,
+        )
+        needed = frozenset("full" if policy == "offload" else policy for policy in policies)
+        return _trace(
+            self.config.model,
+            shape,
+            needed,
+            training.loss,
+            training.z_loss,
+            settings.backend == "torch",
+        )
+
+    def timelines(self, policies: Sequence[Policy]) -> dict[str, list[Sample]]:
+        """What one rank has alive, without allowances, by place."""
+        on_cpu = self.machine.device == "cpu"
+        ledger = Ledger(
+            granularity=1 if on_cpu else CUDA_GRANULARITY,
+            places=("gpu",) if on_cpu else ("gpu", "host"),
+        )
+        tied = self.config.model.tied_embeddings
+        Timeline(ledger, self.traced(policies), policies, states_of(self.setup), tied=tied).run()
+        return {place: ledger.timeline[place] for place in ledger.places}
+
+    def plan(self, policies: Sequence[Policy]) -> Plan:
+        machine = self.machine
+        timelines = self.timelines(policies)
+        ranks = machine.ranks_per_node
+        host = [_scaled(sample, ranks) for sample in timelines.get("host", [])]
+        if machine.device == "cpu":
+            host = [_scaled(sample, ranks) for sample in timelines["gpu"]]
+        return Plan(
+            machine,
+            tuple(policies),
+            Place(_with_allowance(timelines["gpu"], self._gpu_allowance()), machine.gpu_memory),
+            Place(_with_allowance(host, self._host_allowance()), machine.host_memory),
+            self.step_time(policies),
+            self._assumptions(),
+        )
+
+    def step_time(self, policies: Sequence[Policy]) -> StepTime:
+        return step_time(
+            self.traced(policies),
+            policies,
+            self.section,
+            parameters=sum(parameter.size for parameter in self.setup.parameters),
+            data_ranks=self.setup.data_ranks,
+            element=self.setup.element,
+            speeds=SPEEDS[self.machine.kind],
+        )
+
+    def _gpu_allowance(self) -> int:
+        if self.machine.device == "cpu":
+            return 0
+        return CUDA_CONTEXT + CUBLAS_WORKSPACE + (NCCL if self.machine.gpus > 1 else 0)
+
+    def _host_allowance(self) -> int:
+        if self.machine.device == "cpu":
+            return 0
+        batch = self.section["train_micro_batch_size_per_gpu"] * (
+            self.config.training.sequence_length + 1
+        )
+        return self.machine.ranks_per_node * (HOST_PROCESS + LOADER_BATCHES * batch * 8)
+
+    def _assumptions(self) -> tuple[str, ...]:
+        if self.machine.device == "cpu":
+            return ("what torch's allocator holds, without the interpreter and its libraries",)
+        lines = [
+            f"CUDA context {CUDA_CONTEXT / GIB:.1f} GiB, NCCL {NCCL / GIB:.1f} GiB, cuBLAS "
+            f"{CUBLAS_WORKSPACE / 2**20:.0f} MiB; {HOST_PROCESS / GIB:.0f} GiB of host memory for "
+            "each process: assumed",
+            "no fragmentation: set training.expandable_segments where the margin is small",
+            f"step time from data sheets ({self.machine.kind}), to compare settings by",
+        ]
+        zero = self.section["zero_optimization"]
+        if zero.get("stage", 0) < 3 and (zero.get("offload_param") or {}).get("device"):
+            lines.append("offload_param saves nothing below ZeRO stage 3: DeepSpeed ignores it")
+        return tuple(lines)
+
+
+def plan(config: RunConfig, machine: Machine) -> Plan:
+    """The plan of a run whose policies are given.
+
+    Raises:
+        ConfigError: mistakes in the configuration, all of them.
+    """
+    planner = Planner(config, machine)
+    settings = config.activation_checkpointing
+    return planner.plan(block_policies(settings, config.model.layers, machine.device))
+
+
+@functools.cache
+def _trace(
+    model: ModelConfig,
+    shape: Shape,
+    policies: frozenset[Policy],
+    loss: LossMethod,
+    z_loss: float,
+    early_stop: bool,
+) -> Traced:
+    traced = trace(model, shape, sorted(policies), loss=loss, z_loss=z_loss, early_stop=early_stop)
+    if "full" in policies:
+        traced.blocks["offload"] = traced.blocks["full"]
+    return traced
+
+
+def model_parameters(
+    model: ModelConfig, decay_embeddings: bool, tensor_parallel: int
+) -> list[Parameter]:
+    """One rank's, in the order of model.named_parameters()."""
+    with torch.device("meta"):
+        whole = GPT(model)
+    rules = parameter_rules(whole, decay_embeddings=decay_embeddings)
+    cut = {name: cut.by for name, cut in cuts(model).items()}
+    found = []
+    for name, parameter in whole.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        by = cut.get(".".join(layer.split(".")[2:]))
+        is_cut = by == "columns" or (by == "rows" and kind == "weight")
+        size = parameter.numel() // (tensor_parallel if is_cut else 1)
+        found.append(Parameter(name, size, rules[name].decay))
+    return found
+
+
+def _scaled(sample: Sample, ranks: int) -> Sample:
+    by_category = {category: size * ranks for category, size in sample.by_category.items()}
+    return Sample(sample.moment, sample.total * ranks, by_category)
+
+
+def _with_allowance(timeline: Sequence[Sample], size: int) -> tuple[Sample, ...]:
+    return tuple(
+        Sample(moment, total + size, {**by_category, "allowance": size})
+        for moment, total, by_category in timeline
+    )
