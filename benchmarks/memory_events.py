@@ -67,9 +67,9 @@ def measure(
 
     The moments: "build"; "initialize", deepspeed.initialize; "ready"; then "forward 1.0",
     "backward 1.0", "reduce 1.0" (after the model's backward) and "step 1.0" for step 1 and
-    micro-batch 0, each with what happens until the next; and "end". engine.step() after a micro-batch that is not the last only counts it. With
-    `gradients`, also what DeepSpeed does as a gradient is complete ("gradient NAME"), until the
-    model's backward goes on ("after NAME").
+    micro-batch 0, each with what happens until the next; and "end". engine.step() after a
+    micro-batch that is not the last only counts it. With `gradients`, also what DeepSpeed does as a
+    gradient is complete ("gradient NAME"), until the model's backward goes on ("after NAME").
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -150,7 +150,9 @@ def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _references(tensor: torch.Tensor) -> int:
-    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]
+    """Of the tensor and of its memory, which views share."""
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return storage + tensor._use_count()  # type: ignore[attr-defined, no-any-return]
 
 
 class _Work:
