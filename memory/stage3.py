@@ -373,7 +373,7 @@ class Stage3States(States):
                 ledger.allocate("optimizer_states", 2 * self.master * size, place)
             borrow(ledger, self.master * size)
             return
-        update(ledger, self.setup, [size], self.master, first=first)
+        update(ledger, self.setup, [[size]], self.master, first=first)
         goes_to_device = place == "host" and self.shares_home == "gpu" and not self.device_is_host
         if goes_to_device and self.master != self.element:
             borrow(ledger, self.element * size, "host")
