@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.memory_events import measure as measure_moments
 from configs.deepspeed import Hardware, resolve
 from configs.schema import RunConfig
 from memory import coordinator, stage3
 from memory.ledger import Ledger
+from memory.machine import Machine
+from memory.planner import Planner
+from memory.policies import block_policies
 from memory.stage3 import Stage3States
 from memory.states import Parameter, Setup
 from model.gpt import GPT, parameter_rules
@@ -265,3 +269,35 @@ def test_page_locked_memory_is_rounded_up_to_a_power_of_two() -> None:
     assert [stage3.page_locked(size) for size in (0, 1, 512, 513, 2**30 + 1)] == [
         0, 1, 512, 1024, 2**31
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_peak_of_whole_steps_with_activations(
+    altered: Callable[..., dict[str, Any]], ranks: int
+) -> None:
+    sizes = {
+        "model.layers": 4, "model.width": 128, "model.vocabulary_size": 2048,
+        "model.max_sequence_length": 128, "model.preset": "neox", "model.dropout": 0.0,
+        "model.tied_embeddings": True, "training.sequence_length": 128,
+        "deepspeed.train_batch_size": 4 * ranks, "deepspeed.gradient_accumulation_steps": 2,
+        f"{ZERO}.stage": 3,
+    }  # fmt: skip
+    limits = LIMITS | {f"{ZERO}.stage3_max_reuse_distance": 50_000}
+    cases = {
+        "kept": {},
+        "limits, bf16": limits | BF16,
+        "limits, full, untied": limits | FULL | UNTIED,
+        "selective": PARTITIONED | SELECTIVE,
+        "offload both": limits | OFFLOAD_BOTH,
+    }
+    configs = {
+        name: RunConfig.model_validate(altered(sizes | case)) for name, case in cases.items()
+    }
+    for name, moments in measure_moments(configs, ranks).items():
+        config = configs[name]
+        policies = block_policies(config.activation_checkpointing, config.model.layers, "cpu")
+        timeline = Planner(config, Machine(gpus=ranks, kind="CPU")).timelines(policies)["gpu"]
+        planned = max(sample.total for sample in timeline)
+        measured = max(moment.peak for moment in moments)
+        assert planned == pytest.approx(measured, rel=0.005), name
