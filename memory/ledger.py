@@ -42,15 +42,19 @@ class Ledger:
     """Where the device is the CPU there is one place, "gpu", and the host's bytes are in it."""
     alive: dict[Place, Counter[Category]] = field(default_factory=dict)
     timeline: dict[Place, list[Sample]] = field(default_factory=dict)
+    starts: dict[Place, list[int]] = field(default_factory=dict)
+    """Bytes alive as each moment of the timeline began."""
 
     def __post_init__(self) -> None:
         self.alive = {place: Counter() for place in self.places}
         self.timeline = {place: [] for place in self.places}
+        self.starts = {place: [] for place in self.places}
         self.begin("start")
 
     def begin(self, moment: str) -> None:
         for place in self.places:
             self.timeline[place].append(Sample(moment, -1, {}))
+            self.starts[place].append(self.alive[place].total())
             self._sample(place)
 
     def allocate(self, category: Category, size: int, place: Place = "gpu") -> None:

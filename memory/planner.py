@@ -134,8 +134,8 @@ class Planner:
             settings.backend == "torch",
         )
 
-    def timelines(self, policies: Sequence[Policy]) -> dict[str, list[Sample]]:
-        """What one rank has alive, without allowances, by place."""
+    def replay(self, policies: Sequence[Policy]) -> Ledger:
+        """What one rank has alive in initialisation and two steps, without allowances."""
         on_cpu = self.machine.device == "cpu"
         ledger = Ledger(
             granularity=1 if on_cpu else CUDA_GRANULARITY,
@@ -143,6 +143,10 @@ class Planner:
         )
         tied = self.config.model.tied_embeddings
         Timeline(ledger, self.traced(policies), policies, states_of(self.setup), tied=tied).run()
+        return ledger
+
+    def timelines(self, policies: Sequence[Policy]) -> dict[str, list[Sample]]:
+        ledger = self.replay(policies)
         return {place: ledger.timeline[place] for place in ledger.places}
 
     def plan(self, policies: Sequence[Policy]) -> Plan:
