@@ -6,7 +6,7 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerActivity
 
 MARK = "moment: "
 
@@ -44,7 +44,8 @@ def allocator_profile(device: str = "cpu") -> Any:
 
 def mark(name: str) -> None:
     """Begin a moment."""
-    with record_function(MARK + name):
+    # record_function is an operator: selective checkpointing would see it, and see it only once.
+    with torch._C._profiler._RecordFunctionFast(MARK + name):
         pass
 
 

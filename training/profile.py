@@ -2,10 +2,10 @@
 
     python -m training.profile --config configs/quickstart.json --steps 3
 
-Random tokens of the run's shape stand for its corpus, and no checkpoint is written. The steps that
-are timed are not profiled, and the profiled one is not timed. On a CPU every allocation is seen. On
-a GPU, torch's allocator is asked wherever a moment begins and CUDA events give the times; this has
-been written from torch's documentation and not yet run.
+Random tokens of the run's shape stand for its corpus, and no checkpoint is written. Steps that are
+timed are not profiled, and the other way round. On a CPU every allocation is seen. On a GPU
+torch's allocator is asked wherever a moment begins, and CUDA events give the times; this has been
+written from torch's documentation and not yet run.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
         help="override a key of the config, as in training.loss=full (repeatable)",
     )  # fmt: skip
-    parser.add_argument("--steps", type=_count, default=3, help="to time; one more is profiled")
+    parser.add_argument("--steps", type=_count, default=3, help="to time; two more are profiled")
     parser.add_argument("--output", type=Path, help="a folder; default: profile/ in the run folder")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -253,7 +253,7 @@ def seconds_of(step: Step, device: torch.device) -> dict[str, float]:
 
 
 def measure_memory(step: Step, device: torch.device, output: Path | None) -> list[Moment]:
-    """The moments of one step; the trace, and on a GPU a snapshot, are written to `output`."""
+    """One step's moments; a trace of two, and on a GPU a snapshot, are written to `output`."""
     gc.collect()
     on_gpu = device.type == "cuda"
     allocator = CudaAllocator(device) if on_gpu else None

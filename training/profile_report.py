@@ -19,6 +19,8 @@ from memory.policies import Policy
 
 ALIKE = 0.05
 """Blocks this close to the largest, as a share of it, use as much."""
+SHOWN = 3
+"""Names in a line."""
 UPDATE = "optimizer step"
 Column = str
 """A field of Use."""
@@ -201,7 +203,8 @@ def verdict(profile: Profile) -> list[str]:
         if found:
             largest = max(getattr(row.measured, column) for row in found)
             usual = median(getattr(row.measured, column) for row in profile.blocks)
-            names = ", ".join(row.name for row in found)
+            names = ", ".join(row.name for row in found[:SHOWN])
+            names += f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
             lines.append(
                 f"* most {title}: {names}, {show_bytes(largest)}; a block's median is "
                 f"{show_bytes(usual)}"
@@ -231,5 +234,5 @@ def plot(profile: Profile, path: Path) -> None:
         axes.bar(at, peaks, 0.4, bottom=saved, color=colours[1], label=f"backward peak, {kind}")
     axes.set_xticks(places, [f"{row.name}\n{row.policy}" for row in profile.blocks], fontsize=7)
     axes.set_ylabel("MiB")
-    axes.legend(fontsize=7)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=7)
     figure.savefig(path, dpi=120)
