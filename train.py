@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from training.engine import (
     read_ranks,
     seed_step,
     start_process_group,
+    train_step,
     usable_cores,
 )
 from training.evaluate import validation_loss
@@ -232,23 +233,6 @@ def loop(run: Run, engine: Any, loader: Loader, writer: metrics.MetricsWriter) -
                 progress = replace(run.start, step=step, samples_consumed=loader.samples_consumed)
                 checkpoint.save_checkpoint(engine, run.config, progress)
     return validation
-
-
-def train_step(engine: Any, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
-    """One optimizer step; returns this rank's mean loss, left on the device.
-
-    DeepSpeed counts the micro-batches: it divides each loss by the accumulation steps, and only
-    the last engine.step() of them reduces, clips and updates.
-    """
-    accumulation_steps = engine.gradient_accumulation_steps()
-    total = torch.zeros((), device=engine.device)
-    for _ in range(accumulation_steps):
-        inputs, targets = next(batches)  # each [micro-batch, sequence length]
-        loss = engine(inputs, targets)
-        engine.backward(loss)
-        engine.step()
-        total += loss.detach()
-    return total / accumulation_steps
 
 
 def mean_over_ranks(value: Tensor) -> float:

@@ -19,44 +19,19 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from configs.deepspeed import resolve, tensor_parallel_size
 from configs.schema import RunConfig, load_config
+from memory.moments import Moment, allocator_profile, mark, moments
 
-MARK = "moment: "
 COLLECTIVES = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A time from its beginning to the next moment's."""
-
-    name: str
-    start: int
-    """Bytes held when it begins."""
-    changes: list[int]
-    """Bytes of each allocation and (negative) release, in order."""
-
-    @property
-    def totals(self) -> list[int]:
-        """Bytes held at the start and after each change."""
-        return list(itertools.accumulate(self.changes, initial=self.start))
-
-    @property
-    def peak(self) -> int:
-        return max(self.totals)
-
-    @property
-    def end(self) -> int:
-        return self.totals[-1]
 
 
 def measure(
@@ -89,7 +64,7 @@ def measure(
         if any(codes):
             raise RuntimeError(f"exit codes of the ranks: {codes}")
         found = json.loads(output.read_text())
-    return {name: [Moment(*moment) for moment in moments] for name, moments in found.items()}
+    return {name: [Moment(*moment) for moment in run] for name, run in found.items()}
 
 
 def _work(
@@ -113,9 +88,9 @@ def _work(
     torch.set_num_threads(1)  # the models are small, and the ranks share the cores
     start_process_group(read_ranks())
     configs = {name: RunConfig.model_validate_json(text) for name, text in given.items()}
-    moments = {name: _moments(config, steps, gradients) for name, config in configs.items()}
+    found = {name: _moments(config, steps, gradients) for name, config in configs.items()}
     if rank == 0:
-        output.write_text(json.dumps(moments))
+        output.write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
     leave(0)
 
@@ -174,30 +149,18 @@ class _Done:
         """Waited for already."""
 
 
-def _moments(config: RunConfig, steps: int, gradients: bool) -> list[tuple[str, int, list[int]]]:
+def _moments(config: RunConfig, steps: int, gradients: bool) -> list[Moment]:
     gc.collect()  # an earlier engine is held by cycles
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with allocator_profile() as profile:
         engine = _train(config, steps, gradients)
     engine.destroy()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    moments: list[tuple[str, int, list[int]]] = [("before", 0, [])]
-    total = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name().startswith(MARK):
-            moments.append((event.name().removeprefix(MARK), total, []))
-        elif event.name() == "[memory]":
-            total += event.nbytes()
-            moments[-1][2].append(event.nbytes())
-    return moments
+    return moments(profile)
 
 
 def _train(config: RunConfig, steps: int, gradients: bool) -> Any:
     """Some steps as train.py takes them, with the moments marked; returns the engine."""
     from memory.checkpointing import checkpoint_blocks
     from memory.policies import block_policies
-    from train import train_step
     from training import engine as project
 
     ranks = project.read_ranks()
@@ -206,13 +169,13 @@ def _train(config: RunConfig, steps: int, gradients: bool) -> Any:
     shape = section["train_micro_batch_size_per_gpu"], config.training.sequence_length + 1
     tokens = torch.randint(config.model.vocabulary_size, shape)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    _mark("build")
+    mark("build")
     initialize = project.deepspeed.initialize
 
     def marked_initialize(model: torch.nn.Module, **options: Any) -> Any:
         if gradients:
             _mark_gradients(model, "gradient")  # hooks run in the order in which they were set
-        _mark("initialize")
+        mark("initialize")
         return initialize(model=model, **options)
 
     project.deepspeed.initialize = marked_initialize
@@ -227,29 +190,24 @@ def _train(config: RunConfig, steps: int, gradients: bool) -> Any:
     methods = ("forward", "backward", "_backward_epilogue", "step")
     for kind, method in zip(("forward", "backward", "reduce", "step"), methods, strict=True):
         setattr(engine, method, _marked(getattr(engine, method), _counter(engine, kind)))
-    _mark("ready")
+    mark("ready")
     for _ in range(steps):
-        train_step(engine, itertools.repeat(batch))
-    _mark("end")
+        project.train_step(engine, itertools.repeat(batch))
+    mark("end")
     return engine
-
-
-def _mark(name: str) -> None:
-    with record_function(MARK + name):
-        pass
 
 
 def _mark_gradients(model: torch.nn.Module, kind: str) -> None:
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda _, name=name: _mark(f"{kind} {name}")  # type: ignore[misc]
+            lambda _, name=name: mark(f"{kind} {name}")  # type: ignore[misc]
         )
 
 
 def _marked(function: Callable[..., Any], name: Callable[[], str]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        _mark(name())
+        mark(name())
         return function(*arguments, **options)
 
     return call
@@ -276,9 +234,9 @@ def main() -> None:
     parser.add_argument("--changes", action="store_true", help="each allocation and release too")
     options = parser.parse_args()
     config = load_config(options.config, options.overrides)
-    (moments,) = measure({"run": config}, options.ranks, options.steps, options.gradients).values()
+    (found,) = measure({"run": config}, options.ranks, options.steps, options.gradients).values()
     print(f"{'moment':<48}{'start':>16}{'peak':>16}{'end':>16}  bytes")
-    for moment in moments:
+    for moment in found:
         print(f"{moment.name:<48}{moment.start:>16,}{moment.peak:>16,}{moment.end:>16,}")
         if options.changes:
             print("  " + " ".join(f"{change:+,}" for change in moment.changes))

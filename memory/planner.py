@@ -127,8 +127,8 @@ class Planner:
         early_stop = settings.backend == "torch"
         return _trace(self.config.model, shape, training.loss, training.z_loss, early_stop)
 
-    def timelines(self, policies: Sequence[Policy]) -> dict[str, list[Sample]]:
-        """What one rank has alive, without allowances, by place."""
+    def replay(self, policies: Sequence[Policy]) -> Ledger:
+        """What one rank has alive in initialisation and two steps, without allowances."""
         on_cpu = self.machine.device == "cpu"
         ledger = Ledger(
             granularity=1 if on_cpu else CUDA_GRANULARITY,
@@ -136,11 +136,11 @@ class Planner:
         )
         tied = self.config.model.tied_embeddings
         Timeline(ledger, self.traced, policies, states_of(self.setup), tied=tied).run()
-        return {place: ledger.timeline[place] for place in ledger.places}
+        return ledger
 
     def plan(self, policies: Sequence[Policy]) -> Plan:
         machine = self.machine
-        timelines = self.timelines(policies)
+        timelines = self.replay(policies).timeline
         ranks = machine.ranks_per_node
         host = [_scaled(sample, ranks) for sample in timelines.get("host", [])]
         if machine.device == "cpu":

@@ -53,7 +53,7 @@ def claim_run_folder(config: RunConfig) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder}: no permission to write into this run folder")
-    if not any(folder.iterdir()):
+    if all(entry.name == "profile" for entry in folder.iterdir()):  # of training/profile.py
         return None
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: not empty and not a run folder; choose another run_folder")

@@ -1,4 +1,4 @@
-"""Ranks, process group, device and the DeepSpeed engine.
+"""Ranks, process group, device, the DeepSpeed engine and its step.
 
 Together with launch/ this is the only place that reads the environment.
 """
@@ -11,6 +11,7 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from configs.deepspeed import Hardware, precision
 from configs.schedule import learning_rate
@@ -255,3 +257,20 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     """
     digest = hashlib.blake2b(f"{seed}:{step}:{rank}".encode(), digest_size=7).digest()
     torch.manual_seed(int.from_bytes(digest, "big"))
+
+
+def train_step(engine: Any, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+    """One optimizer step; returns this rank's mean loss, left on the device.
+
+    DeepSpeed counts the micro-batches: it divides each loss by the accumulation steps, and only
+    the last engine.step() of them reduces, clips and updates.
+    """
+    accumulation_steps = engine.gradient_accumulation_steps()
+    total = torch.zeros((), device=engine.device)
+    for _ in range(accumulation_steps):
+        inputs, targets = next(batches)  # each [micro-batch, sequence length]
+        loss = engine(inputs, targets)
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach()
+    return total / accumulation_steps
