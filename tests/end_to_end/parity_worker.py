@@ -25,6 +25,7 @@ from data.loader import Loader
 from memory.checkpointing import checkpoint_blocks
 from memory.policies import block_policies
 from training.engine import Ranks, build_engine, leave, read_ranks, seed_step, start_process_group
+from training.rehearse import rehearse
 
 
 def steps_of(engine: Any, config: RunConfig, ranks: Ranks) -> Iterator[dict[str, Any]]:
@@ -53,6 +54,8 @@ def run(config: RunConfig, ranks: Ranks) -> dict[str, list[Any]]:
         config.activation_checkpointing, config.model.layers, ranks.device.type
     )
     checkpoint_blocks(engine, config, policies)
+    if config.training.rehearse:
+        rehearse(engine, config.model.vocabulary_size, config.training.sequence_length)
     result: dict[str, list[Any]] = {"losses": [], "norms": [], "lrs": [], "updates": [], "row": []}
     whole = engine.zero_optimization_stage() < 3
     weights = all_weights(engine)
