@@ -3,7 +3,7 @@
     python -m benchmarks.memory_events --config configs/quickstart.json --ranks 2
 
 Trains for real through the project's engine and step, on random tokens, from before the model is
-built. What rank 0 holds is then known to the byte at any moment; the batch itself is not counted.
+built. What a rank holds is then known to the byte at any moment; the batch itself is not counted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import multiprocessing
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from configs.deepspeed import resolve, tensor_parallel_size
@@ -35,9 +35,13 @@ COLLECTIVES = (
 
 
 def measure(
-    configs: Mapping[str, RunConfig], ranks: int = 1, steps: int = 3, gradients: bool = False
+    configs: Mapping[str, RunConfig],
+    ranks: int = 1,
+    steps: int = 3,
+    gradients: bool = False,
+    of_rank: int = 0,
 ) -> dict[str, list[Moment]]:
-    """Train each configuration on `ranks` processes of this machine; rank 0's moments, by name.
+    """Train each configuration on `ranks` processes of this machine; one rank's moments by name.
 
     The moments: "build"; "initialize", deepspeed.initialize; "ready"; then "forward 1.0",
     "backward 1.0", "reduce 1.0" (after the model's backward) and "step 1.0" for step 1 and
@@ -51,10 +55,10 @@ def measure(
     context = multiprocessing.get_context("spawn")
     given = {name: config.model_dump_json() for name, config in configs.items()}
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "moments.json"
+        outputs = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
         workers = [
             context.Process(target=_work, args=(rank, ranks, port, given, steps, gradients, output))
-            for rank in range(ranks)
+            for rank, output in enumerate(outputs)
         ]
         for worker in workers:
             worker.start()
@@ -63,7 +67,7 @@ def measure(
         codes = [worker.exitcode for worker in workers]
         if any(codes):
             raise RuntimeError(f"exit codes of the ranks: {codes}")
-        found = json.loads(output.read_text())
+        found = json.loads(outputs[of_rank].read_text())
     return {name: [Moment(*moment) for moment in run] for name, run in found.items()}
 
 
@@ -83,58 +87,54 @@ def _work(
     from training.engine import leave, read_ranks, start_process_group
 
     for name in COLLECTIVES:
-        setattr(torch.distributed, name, _settled(getattr(torch.distributed, name)))
+        setattr(torch.distributed, name, _staged(getattr(torch.distributed, name)))
     setattr(torch.distributed, "reduce_scatter_tensor", _reduce_scatter)  # noqa: B010
     torch.set_num_threads(1)  # the models are small, and the ranks share the cores
     start_process_group(read_ranks())
     configs = {name: RunConfig.model_validate_json(text) for name, text in given.items()}
     found = {name: _moments(config, steps, gradients) for name, config in configs.items()}
-    if rank == 0:
-        output.write_text(json.dumps(found))
+    output.write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
     leave(0)
 
 
-def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective that is over only when gloo's thread has dropped its tensors.
+def _staged(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective on copies of its tensors in memory that is not from torch's allocator.
 
-    Else it is chance whose reference to a tensor is the last, and a release by that thread is not
-    in the profile.
+    Gloo's threads hold the tensors for a while after it is over. If a thread's reference is by
+    chance the last one, the release is not in the profile.
     """
 
     @functools.wraps(collective)
     def call(*arguments: Any, **options: Any) -> Any:
-        nested = [*arguments, *options.values()]
-        lists = [value if isinstance(value, list) else [value] for value in nested]
-        tensors = [value for values in lists for value in values if isinstance(value, torch.Tensor)]
-        counts = [_references(tensor) for tensor in tensors]
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        work = collective(*arguments, **options)
-        if work is not None:  # asynchronous; whoever waits for it may make views before
-            work.wait()
-            del work
-        deadline = time.monotonic() + 10
-        while any(_references(t) > n for t, n in zip(tensors, counts, strict=True)):
-            assert time.monotonic() < deadline, f"{collective.__name__} never lets go"
-            time.sleep(1e-5)
-        return _Done() if options.get("async_op") else None
+        def stage(value: Any) -> Any:
+            if isinstance(value, list):
+                return [stage(member) for member in value]
+            if not isinstance(value, torch.Tensor):
+                return value
+            memory = torch.from_numpy(numpy.empty(value.nbytes, numpy.uint8))
+            copy = memory.view(value.dtype).view(value.shape).copy_(value.detach())
+            pairs.append((value.detach(), copy))
+            return copy
+
+        def finish() -> None:
+            for tensor, copy in pairs:
+                tensor.copy_(copy)
+            pairs.clear()
+
+        named = {name: stage(value) for name, value in options.items()}
+        work = collective(*map(stage, arguments), **named)
+        return finish() if work is None else _Work(work, finish)
 
     return call
-
-
-def _references(tensor: torch.Tensor) -> int:
-    """Of the tensor and of its memory, which views share."""
-    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    return storage + tensor._use_count()  # type: ignore[attr-defined, no-any-return]
 
 
 def _reduce_scatter(
     output: torch.Tensor, given: torch.Tensor, async_op: bool = False, **options: Any
 ) -> None:
-    """What gloo does: reduce a copy and take a share of it.
-
-    Its own copy is dropped by whichever thread is the last, and no argument tells when.
-    """
+    """As gloo does: reduce a copy and take a share. Its own copy, gloo's threads would drop."""
     assert not async_op  # no caller in DeepSpeed asks for it
     copy = given.clone()
     torch.distributed.all_reduce(copy, **options)
@@ -142,11 +142,15 @@ def _reduce_scatter(
     output.copy_(copy.chunk(group.size())[group.rank()])
 
 
-class _Done:
+class _Work:
     """The handle of an asynchronous collective."""
 
+    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+        self._work, self._finish = work, finish
+
     def wait(self) -> None:
-        """Waited for already."""
+        self._work.wait()
+        self._finish()
 
 
 def _moments(config: RunConfig, steps: int, gradients: bool) -> list[Moment]:

@@ -317,7 +317,7 @@ def warnings_of(config: RunConfig, section: Mapping[str, Any], world_size: int) 
             "deepspeed.zero_force_ds_cpu_optimizer: no effect; DeepSpeed asks for it only when "
             "the optimizer is an object of the caller, not named in the configuration"
         )
-    checkpointed = config.activation_checkpointing.policies.keys() - {"none"}
+    checkpointed = set(config.activation_checkpointing.policies) - {"none"}  # or "auto"
     if _block(section, "activation_checkpointing") and not checkpointed:
         lines.append(f"{CHECKPOINTING}: no effect; activation_checkpointing.policies is empty")
     return lines + _accumulation(section, zero)

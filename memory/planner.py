@@ -98,7 +98,9 @@ class Planner:
     """A run on a machine: everything that does not depend on the blocks' policies, done once."""
 
     def __init__(self, config: RunConfig, machine: Machine) -> None:
-        hardware = Hardware(machine.gpus, machine.device, bf16=machine.device == "cuda")
+        hardware = Hardware(
+            machine.gpus, machine.device, bf16=machine.bf16 and machine.device == "cuda"
+        )
         self.config, self.machine = config, machine
         self.section = resolve(config, hardware, ask_deepspeed=False)
         self.dtype = precision(self.section)

@@ -26,6 +26,8 @@ FREE_KEYS = {
     "training.evaluation_samples",
     "training.save_interval",
     "training.loss",
+    "training.rehearse",
+    "training.on_out_of_memory",
     "data.validation",
 }
 FREE_SECTIONS = ("activation_checkpointing",)
@@ -110,6 +112,11 @@ def save_config(config: RunConfig) -> None:
     folder = Path(config.training.run_folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write_atomically(folder / "config.json", config.model_dump_json(indent=2) + "\n")
+
+
+def save_plan(config: RunConfig, plan: dict[str, Any]) -> None:
+    path = Path(config.training.run_folder) / "memory_plan.json"
+    _write_atomically(path, json.dumps(plan, indent=2) + "\n")
 
 
 def save_checkpoint(engine: Any, config: RunConfig, progress: Progress) -> Path:

@@ -92,7 +92,7 @@ def test_saved_bytes_equal_the_plan_block_by_block(architecture: str) -> None:
     model = make(architecture)
     shape = Shape(MICRO_BATCH, TIME, torch.float32, "cpu")
     policies: tuple[Policy, ...] = ("selective", "none", "full")
-    tapes = trace(model.config, shape, policies).blocks
+    tapes = trace(model.config, shape, policies=policies).blocks
     expected = [tapes[policy].kept for policy in policies]
     assert saved(measure(model, policies)) == pytest.approx(expected, rel=0.005)
     assert len(set(expected)) == 3
