@@ -222,7 +222,10 @@ def _field_names(schema: type[BaseModel], location: list[str]) -> list[str]:
     for part in location:
         if part.isdigit():
             continue
-        annotation = schema.model_fields[part].annotation
+        fields = schema.model_fields
+        # Under its name or its alias: some of DeepSpeed's sections take both.
+        field = fields.get(part) or next(f for f in fields.values() if f.alias == part)
+        annotation = field.annotation
         candidates = [annotation, *getattr(annotation, "__args__", ())]
         schema = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
     return sorted({field.alias or name for name, field in schema.model_fields.items()})

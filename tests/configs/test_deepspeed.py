@@ -92,7 +92,7 @@ def test_auto_precision(
 def test_precision_mistakes(altered: Callable[..., Any]) -> None:
     on = {"enabled": True}
     (line,) = problems(altered({"deepspeed.fp16": on}))
-    assert line.startswith("deepspeed.fp16.enabled: DeepSpeed has no float16 on a CPU")
+    assert line.startswith("deepspeed.fp16.enabled: this trainer has no float16 on a CPU")
     gpu = Hardware(1, "cuda", bf16=True)
     (line,) = problems(altered({"deepspeed.fp16": on, "deepspeed.bf16": on}), gpu)
     assert "both enabled" in line

@@ -13,7 +13,7 @@ from configs.schema import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TECHNIQUES = sorted((CONFIGS / "techniques").glob("*.json"))
-NEEDS_A_GPU = {"fp16": "DeepSpeed has no float16 on a CPU", "offload_activations": "a CPU's"}
+NEEDS_A_GPU = {"fp16": "this trainer has no float16 on a CPU", "offload_activations": "a CPU's"}
 
 # In float32 these change where things are and when they are computed, and nothing else.
 RELATIVE = 2e-5
