@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
         return 0
     try:
-        start_process_group(ranks)
+        start_process_group(ranks, expandable_segments=config.training.expandable_segments)
         train(run)
     except ConnectionError as error:
         return fail(error, 1)

@@ -56,6 +56,11 @@ def resolve(config: RunConfig, hardware: Hardware) -> dict[str, Any]:
     problems += _resolve_optimizer(section)
     problems += resolve_scheduler(section, config.training.max_steps)
     problems += _leftover_auto(section, "deepspeed")
+    if config.training.expandable_segments and hardware.device == "cpu":
+        problems.append(
+            "training.expandable_segments: the segments are those of CUDA's allocator, and a CPU "
+            "has no caching allocator; leave it out"
+        )
     named = {line.partition(":")[0] for line in problems}
     problems += [
         line

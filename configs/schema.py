@@ -62,6 +62,8 @@ class TrainingConfig(Section):
     """Coefficient of the squared log-partition function, added to the training loss."""
     compile_blocks: bool = False
     """Compile each block with torch.compile, which needs a C++ compiler on a CPU."""
+    expandable_segments: bool = False
+    """Let torch's CUDA allocator grow its segments, against fragmentation."""
     decay_embeddings: bool = True
     """Whether weight decay applies to embeddings (a tied output head is one)."""
 

@@ -26,6 +26,7 @@ FREE_KEYS = {
     "training.evaluation_samples",
     "training.save_interval",
     "training.loss",
+    "training.expandable_segments",
     "data.validation",
 }
 FREE_SECTIONS = ("activation_checkpointing",)

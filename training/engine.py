@@ -112,8 +112,8 @@ def _free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def start_process_group(ranks: Ranks) -> None:
-    """Join the other ranks, and share this host's cores among its ranks.
+def start_process_group(ranks: Ranks, *, expandable_segments: bool = False) -> None:
+    """Set this rank's device up, join the other ranks, share this host's cores among its ranks.
 
     Raises:
         ConnectionError: the rendezvous address is taken or does not answer.
@@ -121,6 +121,8 @@ def start_process_group(ranks: Ranks) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if ranks.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // ranks.local_world_size))
+    if expandable_segments:
+        _expand_segments()
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
     # A shared-memory all-reduce that only inference uses; building it takes minutes and a compiler.
@@ -133,6 +135,17 @@ def start_process_group(ranks: Ranks) -> None:
             f"rank {ranks.rank} cannot use the master address {address}: "
             f"{str(error).splitlines()[0]}; choose another port (--master_port)"
         ) from None
+
+
+def _expand_segments() -> None:
+    """Before the first allocation on the device: segments that exist would stay as they are.
+
+    By torch's call, as the variable's name and when it is read change between versions. The call
+    forgets what it does not name, so the user's own settings are repeated.
+    """
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    settings = [given, "expandable_segments:True"] if given else ["expandable_segments:True"]
+    torch._C._accelerator_setAllocatorSettings(",".join(settings))
 
 
 def leave(code: int) -> NoReturn:

@@ -102,6 +102,14 @@ def test_precision_mistakes(altered: Callable[..., Any]) -> None:
     assert "expected an object" in line
 
 
+def test_expandable_segments_need_cudas_allocator(altered: Callable[..., Any]) -> None:
+    raw = altered({"training.expandable_segments": True})
+    (line,) = problems(raw)
+    assert line.startswith("training.expandable_segments: ")
+    assert "no caching allocator" in line
+    resolved(raw, Hardware(1, "cuda", bf16=True))
+
+
 def test_zero_block_is_checked_by_deepspeeds_own_schema(altered: Callable[..., Any]) -> None:
     zero = {"stage": 2, "overlap_com": True, "reduce_bucket_size": "big"}
     lines = problems(altered({"deepspeed.zero_optimization": zero}))

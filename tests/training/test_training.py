@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
 from configs.schema import RunConfig
 from model.gpt import build
 from training import checkpoint
-from training.engine import read_ranks, seed_step
+from training.engine import Ranks, read_ranks, seed_step, start_process_group
 from training.evaluate import validation_loss
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
@@ -75,6 +76,36 @@ def test_contradicting_launchers(
     os.environ.update(variables)
     with pytest.raises(ValueError, match=expected):
         read_ranks(argument)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"},
+            "max_split_size_mb:128,expandable_segments:True",
+        ),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
+            "expandable_segments:False,expandable_segments:True",
+        ),
+    ],
+)
+@pytest.mark.parametrize("wanted", [True, False])
+def test_expandable_segments_are_asked_for_before_the_device_is_used(
+    environment: pytest.MonkeyPatch, variables: dict[str, str], expected: str, wanted: bool
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environment.delenv(name, raising=False)
+    os.environ.update(variables)
+    calls: list[Any] = []
+    environment.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    environment.setattr(torch.cuda, "set_device", calls.append)
+    environment.setattr(deepspeed, "init_distributed", lambda **_: None)
+    device = torch.device("cuda", 1)
+    start_process_group(Ranks(1, 1, 2, 2, device), expandable_segments=wanted)
+    assert calls == ([expected] if wanted else []) + [device]
 
 
 class PlainEngine:
@@ -143,6 +174,7 @@ def test_what_may_change_when_a_run_goes_on(altered: Callable[..., Any]) -> None
         "training.max_steps": 99,
         "training.log_interval": 7,
         "data.validation": "elsewhere",
+        "training.expandable_segments": True,
     }
     free["activation_checkpointing"] = {"policies": {"full": "all"}}
     assert checkpoint.config_differences(config({}), config(free)) == []
