@@ -41,6 +41,7 @@ from training.engine import (
     usable_cores,
 )
 from training.evaluate import validation_loss
+from training.extensions import BuildError
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train(run)
     except ConnectionError as error:
         return fail(error, 1)
+    except BuildError as error:
+        return fail(error, 1, ranks)
     except VocabularyError as error:
         return fail(error, 2)
     torch.distributed.destroy_process_group()

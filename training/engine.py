@@ -23,7 +23,7 @@ from configs.deepspeed import Hardware
 from configs.schedule import learning_rate
 from configs.schema import RunConfig
 from model.gpt import GPT, build, initialise, parameter_groups
-from training import tensor_parallel
+from training import extensions, tensor_parallel
 
 # Environment of one rank under launchers that do not set torch's names: rank, local rank, size.
 MPI_NAMES = (
@@ -172,7 +172,12 @@ def precision(section: dict[str, Any]) -> torch.dtype:
 
 
 def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> Any:
-    """The initialised GPT inside a DeepSpeed engine, with its optimizer and schedule."""
+    """The initialised GPT inside a DeepSpeed engine, with its optimizer and schedule.
+
+    Raises:
+        BuildError: the optimizer has to be compiled, and cannot be.
+    """
+    extensions.load_optimizer(section, ranks.local_rank)
     unpartitioned_float32 = (
         section["zero_optimization"].get("stage", 0) == 0 and precision(section) == torch.float32
     )
