@@ -28,6 +28,7 @@ from data.loader import Loader, evaluation_batches
 from data.token_file import unigram_entropy
 from memory.checkpointing import checkpoint_blocks
 from memory.policies import Policy, block_policies, describe_policies
+from memory.recompute import explain_recomputation
 from model.flops import training_flops_per_token
 from training import checkpoint, metrics
 from training.engine import (
@@ -242,7 +243,8 @@ def train_step(engine: Any, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
     for _ in range(accumulation_steps):
         inputs, targets = next(batches)  # each [micro-batch, sequence length]
         loss = engine(inputs, targets)
-        engine.backward(loss)
+        with explain_recomputation(engine.module):
+            engine.backward(loss)
         engine.step()
         total += loss.detach()
     return total / accumulation_steps

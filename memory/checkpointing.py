@@ -8,12 +8,12 @@ from typing import Any
 
 import deepspeed
 from deepspeed.runtime.activation_checkpointing.offload_activations import _ActivationOffloadEngine
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from configs.schema import RunConfig
 from memory.policies import Policy
-from memory.recompute import apply_policies, recompute
+from memory.recompute import Block, apply_policies, recompute
 from model.gpt import Rotary
 
 
@@ -32,7 +32,7 @@ def checkpoint_blocks(engine: Any, config: RunConfig, policies: Sequence[Policy]
 
 
 def _offload(
-    block: nn.Module, x: Tensor, rotary: Rotary | None, engine: _ActivationOffloadEngine
+    block: Block, x: Tensor, rotary: Rotary | None, engine: _ActivationOffloadEngine
 ) -> Tensor:
     """The checkpoint's saved input goes to the host on DeepSpeed's side stream, and comes back."""
 
@@ -65,10 +65,10 @@ def configure_deepspeed(options: dict[str, Any], mpu: Any, checkpointed_blocks: 
     )
 
 
-def _deepspeed(block: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
+def _deepspeed(block: Block, x: Tensor, rotary: Rotary | None) -> Tensor:
     # Rotary tables are no argument: they would be partitioned over ranks, too.
-    return deepspeed.checkpointing.non_reentrant_checkpoint(partial(block, rotary=rotary), x)
+    return deepspeed.checkpointing.non_reentrant_checkpoint(lambda x: block(x, rotary), x)
 
 
-def _reentrant(block: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
-    return deepspeed.checkpointing.checkpoint(partial(block, rotary=rotary), x)
+def _reentrant(block: Block, x: Tensor, rotary: Rotary | None) -> Tensor:
+    return deepspeed.checkpointing.checkpoint(lambda x: block(x, rotary), x)

@@ -10,9 +10,12 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from torch import Tensor
 
 from configs.schema import RunConfig
+from memory.recompute import RecomputationError, apply_policies, explain_recomputation
 from model.gpt import build
+from train import train_step
 from training import checkpoint
 from training.engine import Ranks, read_ranks, seed_step, start_process_group
 from training.evaluate import validation_loss
@@ -109,7 +112,7 @@ def test_expandable_segments_are_asked_for_before_the_device_is_used(
 
 
 class PlainEngine:
-    """What validation_loss needs of an engine, around a bare model."""
+    """What a step and validation_loss need of an engine, around a bare model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.module = model
@@ -126,8 +129,17 @@ class PlainEngine:
         self.module.eval()
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        assert not torch.is_grad_enabled()
+        assert self.training == torch.is_grad_enabled()
         return self.module(inputs, targets)
+
+    def gradient_accumulation_steps(self) -> int:
+        return 1
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +176,52 @@ def test_a_failed_evaluation_leaves_training_mode_on(run_config: dict[str, Any])
         validation_loss(PlainEngine(model), [(wrong, wrong, 1)])
     assert model.training
     assert torch.is_grad_enabled()
+
+
+class Moody(torch.nn.Module):
+    """A block that changes what it does after the first call."""
+
+    def __init__(self, block: torch.nn.Module, second: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.block, self.second, self.calls = block, second, 0
+
+    def forward(self, x: Tensor, rotary: Any) -> Tensor:
+        self.calls += 1
+        x = self.block(x, rotary)
+        return x * x if self.calls == 1 else self.second(x)
+
+
+SECOND: dict[str, Callable[[Tensor], Tensor]] = {
+    "the same": lambda x: x * x,
+    "another dtype": lambda x: x.double() * x.double(),
+    "another shape": lambda x: x[:, :1] * x[:, :1],
+    "fewer tensors": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("second", SECOND)
+def test_a_block_that_computes_otherwise_in_backward_is_named(
+    run_config: dict[str, Any], policy: Any, second: str
+) -> None:
+    model = build(RunConfig.model_validate(run_config).model, seed=0)
+    model.blocks[1] = Moody(model.blocks[1], SECOND[second])
+    apply_policies(model, (policy, policy))
+    tokens = torch.randint(0, 67, (2, 17))
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if second == "the same":
+        train_step(PlainEngine(model), iter([batch]))
+        return
+    with pytest.raises(RecomputationError, match=r"^block 1: .*a counter") as caught:
+        train_step(PlainEngine(model), iter([batch]))
+    assert "torch" in str(caught.value.__cause__) or "aten" in str(caught.value.__cause__)
+
+
+def test_other_errors_of_a_backward_pass_stay_as_they_are(run_config: dict[str, Any]) -> None:
+    model = build(RunConfig.model_validate(run_config).model, seed=0)
+    apply_policies(model, ("full", "full"))
+    with pytest.raises(RuntimeError, match="does not require grad"), explain_recomputation(model):
+        torch.zeros(()).backward()
 
 
 def test_what_may_change_when_a_run_goes_on(altered: Callable[..., Any]) -> None:
