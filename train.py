@@ -81,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train(run)
     except ConnectionError as error:
         return fail(error, 1)
+    except ConfigError as error:
+        return fail(error, 2, ranks)
     except BuildError as error:
         return fail(error, 1, ranks)
     except VocabularyError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,13 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.schema import RunConfig
+import train
+from configs.schema import ConfigError, RunConfig
+from data.dataset import VocabularyError
 from memory.recompute import RecomputationError, apply_policies, explain_recomputation
 from model.gpt import build
-from train import train_step
 from training import checkpoint
 from training.engine import Ranks, read_ranks, seed_step, start_process_group
 from training.evaluate import validation_loss
+from training.extensions import BuildError
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 
@@ -109,6 +112,35 @@ def test_expandable_segments_are_asked_for_before_the_device_is_used(
     device = torch.device("cuda", 1)
     start_process_group(Ranks(1, 1, 2, 2, device), expandable_segments=wanted)
     assert calls == ([expected] if wanted else []) + [device]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError(["model.layers: unlike the weights"]), 2),
+        (VocabularyError("token 900"), 2),
+        (BuildError("no compiler"), 1),
+        (ConnectionError("port taken"), 1),
+    ],
+)
+def test_what_is_found_wrong_after_the_ranks_have_met_is_one_line(
+    environment: pytest.MonkeyPatch,
+    run_config: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(run_config))
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    environment.setattr(train, "start_process_group", lambda *_, **__: None)
+    environment.setattr(train, "train", fail)
+    assert train.main(["--config", str(path)]) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
 
 
 class PlainEngine:
@@ -210,10 +242,10 @@ def test_a_block_that_computes_otherwise_in_backward_is_named(
     tokens = torch.randint(0, 67, (2, 17))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if second == "the same":
-        train_step(PlainEngine(model), iter([batch]))
+        train.train_step(PlainEngine(model), iter([batch]))
         return
     with pytest.raises(RecomputationError, match=r"^block 1: .*a counter") as caught:
-        train_step(PlainEngine(model), iter([batch]))
+        train.train_step(PlainEngine(model), iter([batch]))
     assert "torch" in str(caught.value.__cause__) or "aten" in str(caught.value.__cause__)
 
 
