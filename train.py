@@ -24,7 +24,7 @@ from torch import Tensor
 from training.out_of_memory import OutOfMemory, Whereabouts, explained, report_out_of_memory
 
 from configs.deepspeed import Hardware, precision, resolve, warnings_of
-from configs.schema import RunConfig, load_config
+from configs.schema import ConfigError, RunConfig, load_config
 from data.dataset import VocabularyError
 from data.loader import Loader, evaluation_batches
 from memory.checkpointing import checkpoint_blocks
@@ -44,6 +44,7 @@ from training.engine import (
     train_step,
 )
 from training.evaluate import validation_loss
+from training.extensions import BuildError
 from training.rehearse import any_rank, rehearse
 from training.report import conclude, describe, describe_milder, say
 from training.setup import Run, policies_of, prepare
@@ -64,10 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
         return 0
     try:
-        start_process_group(ranks)
+        start_process_group(ranks, expandable_segments=config.training.expandable_segments)
         train(run)
     except ConnectionError as error:
         return fail(error, 1)
+    except ConfigError as error:
+        return fail(error, 2, ranks)
+    except BuildError as error:
+        return fail(error, 1, ranks)
     except VocabularyError as error:
         return fail(error, 2)
     except OutOfMemory as failure:

@@ -62,6 +62,8 @@ class TrainingConfig(Section):
     """Coefficient of the squared log-partition function, added to the training loss."""
     compile_blocks: bool = False
     """Compile each block with torch.compile, which needs a C++ compiler on a CPU."""
+    expandable_segments: bool = False
+    """Let torch's CUDA allocator grow its segments, against fragmentation."""
     rehearse: bool | None = None
     """Whether a step that changes nothing comes first, to see that it fits; left out: on a GPU."""
     on_out_of_memory: Literal["stop", "adapt"] = "stop"
@@ -258,7 +260,10 @@ def _field_names(schema: type[BaseModel], location: list[str]) -> list[str]:
     for part in location:
         if part.isdigit():
             continue
-        annotation = schema.model_fields[part].annotation
+        fields = schema.model_fields
+        # Under its name or its alias: some of DeepSpeed's sections take both.
+        field = fields.get(part) or next(f for f in fields.values() if f.alias == part)
+        annotation = field.annotation
         candidates = [annotation, *getattr(annotation, "__args__", ())]
         schema = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
     return sorted({field.alias or name for name, field in schema.model_fields.items()})

@@ -5,14 +5,17 @@ Evaluation is never checkpointed: without gradients there is no backward pass to
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
+    CheckpointError,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
@@ -36,7 +39,12 @@ FUSED_ATTENTION = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 
-Runner = Callable[[nn.Module, Tensor, Rotary | None], Tensor]
+Block = Callable[[Tensor, Rotary | None], Tensor]
+Runner = Callable[[Block, Tensor, Rotary | None], Tensor]
+
+
+class RecomputationError(RuntimeError):
+    """A block's second forward pass, in backward, was not like its first; names the block."""
 
 
 def apply_policies(
@@ -61,16 +69,56 @@ def apply_policies(
     if offload:
         runners["offload"] = offload
 
-    def run(index: int, block: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
-        policy = policies[index]
+    model.run_block = PolicyRunner(policies, runners)
+
+
+class PolicyRunner:
+    """A GPT's block runner that does what each block's policy says."""
+
+    def __init__(self, policies: Sequence[Policy], runners: Mapping[Policy, Runner]) -> None:
+        self.policies = policies
+        self.runners = runners
+        self.last_entered: int | None = None
+        """The checkpointed block that ran last, be it in forward or for its recomputation."""
+
+    def __call__(self, index: int, block: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
+        policy = self.policies[index]
         if policy == "none" or not torch.is_grad_enabled():
             return block(x, rotary)
-        return runners[policy](block, x, rotary)
 
-    model.run_block = run
+        def enter(x: Tensor, rotary: Rotary | None) -> Tensor:
+            self.last_entered = index
+            return block(x, rotary)
+
+        return self.runners[policy](enter, x, rotary)
 
 
-def recompute(block: nn.Module, x: Tensor, rotary: Rotary | None, **options: Any) -> Tensor:
+@contextmanager
+def explain_recomputation(model: GPT) -> Iterator[None]:
+    """Around a backward pass: name the block whose recomputation torch finds to be different.
+
+    torch compares shapes and dtypes when the block has run again, outside of any code of the block.
+
+    Raises:
+        RecomputationError: in place of torch's errors.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        runner = inspect.unwrap(model.run_block)
+        # Selective checkpointing has no exception of its own for this.
+        differs = isinstance(error, CheckpointError) or "encountered during backward" in str(error)
+        if not (differs and isinstance(runner, PolicyRunner)):
+            raise
+        raise RecomputationError(
+            f"block {runner.last_entered}: computed again in backward, it does not save what it "
+            "saved in forward. A checkpointed block has to compute the same both times; likely "
+            "causes: autocast that only the forward pass enters, a branch on state that changes "
+            "in between (a counter, a cache, the training flag), a nondeterministic operation"
+        ) from error
+
+
+def recompute(block: Block, x: Tensor, rotary: Rotary | None, **options: Any) -> Tensor:
     """torch's non-reentrant checkpoint; it stops recomputing at the last tensor backward needs."""
     return checkpoint(block, x, rotary, use_reentrant=False, **options)
 
@@ -86,7 +134,7 @@ def kept_products(config: ModelConfig) -> frozenset[int]:
     return frozenset({1, 3} if config.parallel_residual else {1, 2, 3})
 
 
-def _selective(block: nn.Module, x: Tensor, rotary: Rotary | None, kept: frozenset[int]) -> Tensor:
+def _selective(block: Block, x: Tensor, rotary: Rotary | None, kept: frozenset[int]) -> Tensor:
     return recompute(block, x, rotary, context_fn=partial(_selective_contexts, kept))
 
 

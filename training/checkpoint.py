@@ -26,6 +26,7 @@ FREE_KEYS = {
     "training.evaluation_samples",
     "training.save_interval",
     "training.loss",
+    "training.expandable_segments",
     "training.rehearse",
     "training.on_out_of_memory",
     "data.validation",
