@@ -260,7 +260,7 @@ class ZeroStates(States):
         self.shares.clear()
 
     def _flatten_gradients(self, ledger: Ledger, group: Group) -> list[int]:
-        """The share's gradient made one tensor of the master weights' type; bytes of its tensors."""
+        """The share's gradient in one tensor of the master weights' type; bytes of its tensors."""
         averaged = [self.averaged.pop(name) for name in group.own_pieces if name in self.averaged]
         averaged.append(group.padding * self.setup.element)
         if group is self.groups[-1]:
