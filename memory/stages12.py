@@ -7,7 +7,7 @@ not measured. Left out: parameter_alignment, a few elements a parameter.
 
 from __future__ import annotations
 
-from memory.ledger import Category, Ledger, Place
+from memory.ledger import Category, Ledger
 from memory.states import (
     FLOAT32,
     Group,
@@ -29,9 +29,6 @@ FLOAT64 = 8
 
 class ZeroStates(States):
     """Without offload; what differs with it is in OffloadedStates."""
-
-    home: Place = "gpu"
-    """Where the weights are updated."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -260,7 +257,7 @@ class ZeroStates(States):
         self.shares.clear()
 
     def _flatten_gradients(self, ledger: Ledger, group: Group) -> list[int]:
-        """The share's gradient made one tensor of the master weights' type; bytes of its tensors."""
+        """The share's gradient in one tensor of the master weights' type; bytes of its tensors."""
         averaged = [self.averaged.pop(name) for name in group.own_pieces if name in self.averaged]
         averaged.append(group.padding * self.setup.element)
         if group is self.groups[-1]:
@@ -282,8 +279,6 @@ class ZeroStates(States):
 
 class OffloadedStates(ZeroStates):
     """Master weights, their gradients and optimizer states in host memory, with the update."""
-
-    home: Place = "host"
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

@@ -80,7 +80,11 @@ def options() -> Iterator[tuple[str, Changes]]:
         "gradients larger than a bucket": {"reduce_bucket_size": 2_000},
         "not contiguous": {"contiguous_gradients": False},
         "overlap": {"overlap_comm": True, "reduce_bucket_size": 5_000},
-        "overlap, not contiguous": {"overlap_comm": True, "contiguous_gradients": False},
+        "overlap, not contiguous": {
+            "overlap_comm": True,
+            "contiguous_gradients": False,
+            "reduce_bucket_size": 5_000,
+        },
         "no reduce_scatter": {"reduce_scatter": False},
         "a message each rank": {"use_multi_rank_bucket_allreduce": False},
         "round robin": {"round_robin_gradients": True},
