@@ -31,7 +31,6 @@ from memory.moments import Moment, allocator_profile, mark, moments
 
 COLLECTIVES = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
-    "reduce_scatter_tensor",
 )  # fmt: skip
 
 
@@ -85,6 +84,7 @@ def _work(
 
     for name in COLLECTIVES:
         setattr(torch.distributed, name, _settled(getattr(torch.distributed, name)))
+    setattr(torch.distributed, "reduce_scatter_tensor", _reduce_scatter)  # noqa: B010
     torch.set_num_threads(1)  # the models are small, and the ranks share the cores
     start_process_group(read_ranks())
     configs = {name: RunConfig.model_validate_json(text) for name, text in given.items()}
@@ -109,36 +109,44 @@ def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [value for values in lists for value in values if isinstance(value, torch.Tensor)]
         counts = [_references(tensor) for tensor in tensors]
 
-        def settle() -> None:
-            deadline = time.monotonic() + 10
-            while any(_references(t) > n for t, n in zip(tensors, counts, strict=True)):
-                assert time.monotonic() < deadline, f"{collective.__name__} never lets go"
-                time.sleep(1e-5)
-            tensors.clear()
-
         work = collective(*arguments, **options)
-        if work is None:
-            return settle()
-        return _Work(work, settle)
+        if work is not None:  # asynchronous; whoever waits for it may make views before
+            work.wait()
+            del work
+        deadline = time.monotonic() + 10
+        while any(_references(t) > n for t, n in zip(tensors, counts, strict=True)):
+            assert time.monotonic() < deadline, f"{collective.__name__} never lets go"
+            time.sleep(1e-5)
+        return _Done() if options.get("async_op") else None
 
     return call
 
 
 def _references(tensor: torch.Tensor) -> int:
-    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]
+    """Of the tensor and of its memory, which views share."""
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return storage + tensor._use_count()  # type: ignore[attr-defined, no-any-return]
 
 
-class _Work:
+def _reduce_scatter(
+    output: torch.Tensor, given: torch.Tensor, async_op: bool = False, **options: Any
+) -> None:
+    """What gloo does: reduce a copy and take a share of it.
+
+    Its own copy is dropped by whichever thread is the last, and no argument tells when.
+    """
+    assert not async_op  # no caller in DeepSpeed asks for it
+    copy = given.clone()
+    torch.distributed.all_reduce(copy, **options)
+    group = options["group"]
+    output.copy_(copy.chunk(group.size())[group.rank()])
+
+
+class _Done:
     """The handle of an asynchronous collective."""
 
-    def __init__(self, work: Any, settle: Callable[[], None]) -> None:
-        self._work, self._settle = work, settle
-
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            self._settle()
+        """Waited for already."""
 
 
 def _moments(config: RunConfig, steps: int, gradients: bool) -> list[Moment]:

@@ -28,6 +28,8 @@ AUTO_IS_A_VALUE = {
     "deepspeed.zero_optimization.zenflow.select_strategy",
     "deepspeed.zero_optimization.zenflow.update_interval",
 }
+REDUCE_BUCKET_SIZE = 500_000_000
+"""DeepSpeed's default in elements; a test compares it with the installed one."""
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -216,15 +218,11 @@ def _resolve_zero(section: dict[str, Any], parameters: int) -> list[str]:
 
     DeepSpeed allocates it whole, 2 GB of float32 by default.
     """
-    # Imported here: it takes seconds, and a config can be read without it.
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
     block = section.setdefault("zero_optimization", {"stage": 0})
     if not isinstance(block, dict):
         return ['deepspeed.zero_optimization: expected an object such as {"stage": 2}']
     if block.get("stage", 0) in (1, 2, 3) and block.get("reduce_bucket_size", "auto") == "auto":
-        default = DeepSpeedZeroConfig.model_fields["reduce_bucket_size"].default
-        block["reduce_bucket_size"] = min(int(default), parameters)
+        block["reduce_bucket_size"] = min(REDUCE_BUCKET_SIZE, parameters)
     return []
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,6 +126,30 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     raw = read_json(path)
     for override in overrides:
         _apply_override(raw, override)
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(explain(error, RunConfig)) from None
+
+
+def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """The run with other values at some dotted keys, as in {"training.seed": 1}; None removes one.
+
+    Raises:
+        ConfigError: the run with the changes is not a valid one.
+    """
+    raw = config.model_dump()
+    for key, value in changes.items():
+        *parents, last = key.split(".")
+        node = raw
+        for name in parents:
+            if not isinstance(node.get(name), dict):
+                node[name] = {}
+            node = node[name]
+        if value is None:
+            node.pop(last, None)
+        else:
+            node[last] = value
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:

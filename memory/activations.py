@@ -8,10 +8,10 @@ so nothing here can drift from the model. Identical blocks under one policy shar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +31,15 @@ from model.gpt import GPT
 from model.loss import LossMethod
 from model.partition import cuts
 
+aten = torch.ops.aten
+
 
 class Event(NamedTuple):
     kind: str
     """allocate, free, gradient (of a parameter is complete), and of a module: enter, leave (its
     forward or recomputation), enter_backward, leave_backward."""
     subject: str
-    """Of an allocation "activations" or "transient"; else the parameter's or module's name."""
+    """Of an allocation its category; else the parameter's or module's name."""
     size: int
     """Bytes; 0 for a module."""
 
@@ -61,14 +63,11 @@ class Tape:
 
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
+    kept: int
+    """Bytes alive between forward and backward, the input's included, the output's not."""
     forward_work: Work
     backward_work: Work
     """A recomputation's included."""
-
-    @cached_property
-    def kept(self) -> int:
-        """Bytes alive between forward and backward, the input's included, the output's not."""
-        return sum(event.size for event in self.backward if event[:2] == ("free", "activations"))
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,8 @@ class Shape(NamedTuple):
 def trace(
     config: ModelConfig,
     shape: Shape,
-    policies: Sequence[Policy],
     *,
+    policies: Sequence[Policy] = ("none", "selective", "full"),
     loss: LossMethod = "auto",
     z_loss: float = 0.0,
     early_stop: bool = True,
@@ -127,6 +126,7 @@ def trace(
         embedding = _record(model, None, embed)
         rotary = embedded[1]
         head = _record(model, shape_of_x, lambda x: model.head(model.final_norm(x), tokens))
+        head = replace(head, forward=_as_loss(head.forward), backward=_as_loss(head.backward))
         blocks = {}
         for policy in policies:
             apply_policies(model, (policy,))
@@ -134,6 +134,13 @@ def trace(
                 model, shape_of_x, lambda x: model.run_block(0, model.blocks[0], x, rotary)
             )
     return Traced(embedding, blocks, head, hidden, batch=2 * tokens.nbytes)
+
+
+def _as_loss(events: Iterable[Event]) -> tuple[Event, ...]:
+    return tuple(
+        event._replace(subject="loss") if event.kind in ("allocate", "free") else event
+        for event in events
+    )
 
 
 @contextmanager
@@ -172,12 +179,12 @@ class _CudaKernels(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             dropout, grouped = kwargs["dropout_p"], kwargs["enable_gqa"]
             if args[0].dtype != torch.float32:
-                flash = torch.ops.aten._scaled_dot_product_flash_attention
+                flash = aten._scaled_dot_product_flash_attention
                 return flash(*args, dropout, is_causal=True)[0]
             if grouped:  # in float32 no fused kernel takes it
-                unfused = torch.ops.aten._scaled_dot_product_attention_math
+                unfused = aten._scaled_dot_product_attention_math
                 return unfused(*args, None, dropout, is_causal=True, enable_gqa=True)[0]
-            efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+            efficient = aten._scaled_dot_product_efficient_attention
             return efficient(*args, None, True, dropout, is_causal=True)[0]
         return func(*args, **kwargs)
 
@@ -255,14 +262,14 @@ class _Recorder(TorchDispatchMode):
         if made:
             given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
             # Autograd adds two gradients of one tensor up in place, except under a mode like this.
-            if not torch.is_grad_enabled() and func is torch.ops.aten.add.Tensor:
+            if not torch.is_grad_enabled() and func is aten.add.Tensor:
                 self._replace(given[0], made[0])
             known = {tensor.untyped_storage()._cdata for tensor in given}
             fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in known]
             for tensor in fresh:
                 self._follow(tensor)
             flops, moved = self.work
-            if count := flop_registry.get(func._overloadpacket):
+            if count := _flop_count(func._overloadpacket):
                 flops += count(*args, **(kwargs or {}), out_val=result)
             elif fresh or func._schema.is_mutable:
                 moved += sum(tensor.nbytes for tensor in given + fresh)
@@ -294,6 +301,17 @@ class _Recorder(TorchDispatchMode):
         slot = self._slots.pop(address, None)
         if slot is not None:
             self.mark("free", slot)
+
+
+def _flop_count(operator: Any) -> Callable[..., int] | None:
+    """torch's own count; it has none for the CPU's flash attention, whose arguments are alike."""
+    alike = {
+        aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            aten._scaled_dot_product_flash_attention_backward
+        ),
+    }
+    return flop_registry.get(alike.get(operator, operator))
 
 
 def _python_body(operator: Any) -> Callable[..., Any] | None:
@@ -408,8 +426,10 @@ def _record(model: GPT, shape: torch.Size | None, run: Callable[[Any], Tensor]) 
     return Tape(*_events(recorder.log), forward_work, recorder.work.minus(forward_work))
 
 
-def _events(log: list[tuple[str, Any, int]]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-    """Cut a log at the seams to the segments before and after."""
+def _events(
+    log: list[tuple[str, Any, int]],
+) -> tuple[tuple[Event, ...], tuple[Event, ...], int]:
+    """Forward, backward and the bytes kept: a log cut at the seams to the segments around."""
     places = {kind: number for number, (kind, _, _) in enumerate(log)}
     forward_log = log[places["forward begins"] : places["forward ends"]]
     backward_log = log[places["backward begins"] : places["backward ends"]]
@@ -427,6 +447,7 @@ def _events(log: list[tuple[str, Any, int]]) -> tuple[tuple[Event, ...], tuple[E
         elif subject in alive:
             forward.append(Event("free", alive.pop(subject), sizes[subject]))
     alive.pop(log[places["forward ends"]][1])
+    kept = sum(sizes[slot] for slot in alive)
     backward = []
     alive[backward_log[0][1]] = "transient"
     for kind, subject, slot in backward_log[1:]:
@@ -434,7 +455,8 @@ def _events(log: list[tuple[str, Any, int]]) -> tuple[tuple[Event, ...], tuple[E
             alive[subject] = "transient"
             backward.append(Event("allocate", "transient", sizes[subject]))
         elif kind == "gradient":
-            del alive[slot]
+            # From here on it is the optimizer's.
+            backward.append(Event("free", alive.pop(slot), sizes[slot]))
             backward.append(Event("gradient", subject, sizes[slot]))
         elif kind != "free":
             backward.append(Event(kind, subject, 0))
@@ -442,4 +464,4 @@ def _events(log: list[tuple[str, Any, int]]) -> tuple[tuple[Event, ...], tuple[E
             backward.append(Event("free", alive.pop(subject), sizes[subject]))
     alive.pop(log[places["backward ends"]][1], None)
     backward += [Event("free", category, sizes[slot]) for slot, category in alive.items()]
-    return tuple(forward), tuple(backward)
+    return tuple(forward), tuple(backward), kept

@@ -60,8 +60,12 @@ def seconds(work: Work, speeds: Speeds, element: int) -> float:
 def block_seconds(traced: Traced, policy: Policy, speeds: Speeds, element: int) -> float:
     """One block's forward, backward and recomputation, of one micro-batch."""
     tape = traced.blocks[policy]
-    return seconds(tape.forward_work, speeds, element) + seconds(
-        tape.backward_work, speeds, element
+    # Offloading is meant to be hidden behind the arithmetic; its traffic is not.
+    copies = 2 * traced.hidden / speeds.memory if policy == "offload" else 0
+    return (
+        copies
+        + seconds(tape.forward_work, speeds, element)
+        + seconds(tape.backward_work, speeds, element)
     )
 
 

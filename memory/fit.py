@@ -15,7 +15,7 @@ from itertools import permutations
 import numpy as np
 
 from memory.cost import SPEEDS, block_seconds
-from memory.planner import Plan, Planner
+from memory.planner import Place, Plan, Planner
 from memory.policies import Policy
 
 CHUNK = 512
@@ -35,7 +35,12 @@ def fit(planner: Planner, *, alternatives: bool = True) -> Fit:
 
     Without `alternatives`, `next_best` is not looked for.
     """
-    mixtures = _Mixtures(planner)
+    nothing = planner.plan(uniform(planner, "none"))
+    if nothing.fits and not alternatives:
+        return Fit(nothing, None)
+    if _elsewhere(nothing) > _limit(nothing.gpu) or _states_on_host(nothing) > _limit(nothing.host):
+        return Fit(planner.plan(uniform(planner, candidates(planner)[-1])), None)
+    mixtures = _Mixtures(planner, nothing)
     found: list[Plan] = []
     for policies in mixtures.fitting():
         plan = planner.plan(policies)
@@ -48,8 +53,12 @@ def fit(planner: Planner, *, alternatives: bool = True) -> Fit:
     return Fit(found[0], found[1] if len(found) > 1 else None)
 
 
+def uniform(planner: Planner, policy: Policy) -> tuple[Policy, ...]:
+    return (policy,) * planner.config.model.layers
+
+
 def candidates(planner: Planner) -> tuple[Policy, ...]:
-    """What the run's device and its backend for activation checkpointing can do."""
+    """What the run's device and backend can do, from the fastest to what keeps least."""
     if planner.config.activation_checkpointing.backend == "deepspeed":
         return ("none", "full")
     selective: tuple[Policy, ...] = () if planner.config.training.compile_blocks else ("selective",)
@@ -60,13 +69,12 @@ def candidates(planner: Planner) -> tuple[Policy, ...]:
 class _Mixtures:
     """Peak and time of every number of blocks per policy, in every order of the policies."""
 
-    def __init__(self, planner: Planner) -> None:
-        self.planner = planner
+    def __init__(self, planner: Planner, nothing: Plan) -> None:
+        self.nothing = nothing
         self.policies = candidates(planner)
         self.layers = layers = planner.config.model.layers
-        machine = planner.machine
-        traced = planner.traced(self.policies)
-        speeds, element = SPEEDS[machine.kind], planner.setup.element
+        traced = planner.traced
+        speeds, element = SPEEDS[planner.machine.kind], planner.setup.element
         self.seconds = np.array(
             [block_seconds(traced, policy, speeds, element) for policy in self.policies]
         )
@@ -74,7 +82,8 @@ class _Mixtures:
             [0 if policy == "offload" else traced.blocks[policy].kept for policy in self.policies]
         )
         self.on_host = np.array([p == "offload" for p in self.policies]) * traced.hidden
-        plans = [planner.plan((policy,) * layers) for policy in self.policies]
+        others = [planner.plan(uniform(planner, policy)) for policy in self.policies[1:]]
+        plans = [nothing, *others]
         peaks = [_peaks(plan) for plan in plans]
         # What block i needs under each policy, beyond what the blocks before it keep.
         self.at_block = np.array(
@@ -88,22 +97,19 @@ class _Mixtures:
         )
         loss = max(peaks[0]["loss forward"], peaks[0]["loss backward"])
         self.at_loss = loss - layers * self.kept[0]
-        self.elsewhere = max(
-            total for moment, total in peaks[0].items() if not moment.startswith(("block", "loss"))
-        )
-        self.host = plans[0].host.peak.total
+        self.elsewhere = _elsewhere(nothing)
+        self.host = _states_on_host(nothing)
 
     def fitting(self) -> Iterator[tuple[Policy, ...]]:
         """Those that fit, the cheapest first, one for each number of blocks per policy."""
-        machine = self.planner.machine
-        limit = np.inf if machine.gpu_memory is None else machine.gpu_memory
-        host_limit = np.inf if machine.host_memory is None else machine.host_memory
+        limit, host_limit = _limit(self.nothing.gpu), _limit(self.nothing.host)
+        ranks = self.nothing.machine.ranks_per_node
         counts = self._counts()
         counts = counts[np.argsort(counts @ self.seconds, kind="stable")]
         for start in range(0, len(counts), CHUNK):
             chunk = counts[start : start + CHUNK]
             peaks, orders = self._best_orders(chunk)
-            host = self.host + chunk @ self.on_host * machine.ranks_per_node
+            host = self.host + chunk @ self.on_host * ranks
             for index in np.flatnonzero((peaks <= limit) & (host <= host_limit)):
                 yield self._expand(chunk[index], orders[index])
 
@@ -138,6 +144,20 @@ class _Mixtures:
 
     def _expand(self, counts: Sequence[int], order: tuple[int, ...]) -> tuple[Policy, ...]:
         return tuple(self.policies[index] for index in order for _ in range(counts[index]))
+
+
+def _limit(place: Place) -> float:
+    return np.inf if place.limit is None else place.limit
+
+
+def _elsewhere(plan: Plan) -> int:
+    """The peak at the moments that no policy changes."""
+    moments = ("block", "loss")
+    return max(total for name, total in _peaks(plan).items() if not name.startswith(moments))
+
+
+def _states_on_host(plan: Plan) -> int:
+    return plan.host.peak.total if plan.machine.device == "cuda" else 0
 
 
 def _peaks(plan: Plan) -> dict[str, int]:

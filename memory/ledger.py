@@ -49,24 +49,31 @@ class Ledger:
         self.alive = {place: Counter() for place in self.places}
         self.timeline = {place: [] for place in self.places}
         self.starts = {place: [] for place in self.places}
+        self._totals = dict.fromkeys(self.places, 0)
+        self._peaks = dict.fromkeys(self.places, 0)
         self.begin("start")
 
     def begin(self, moment: str) -> None:
         for place in self.places:
-            self.timeline[place].append(Sample(moment, -1, {}))
-            self.starts[place].append(self.alive[place].total())
+            self.timeline[place].append(Sample(moment, 0, {}))
+            self.starts[place].append(self._totals[place])
             self._sample(place)
 
     def allocate(self, category: Category, size: int, place: Place = "gpu") -> None:
         """Book `size` bytes of one allocation."""
-        place = self._known(place)
-        self.alive[place][category] += self._rounded(size)
-        self._sample(place)
+        place = place if place in self.alive else "gpu"
+        size = -(-size // self.granularity) * self.granularity
+        self.alive[place][category] += size
+        self._totals[place] += size
+        if self._totals[place] > self._peaks[place]:
+            self._sample(place)
 
     def free(self, category: Category, size: int, place: Place = "gpu") -> None:
         """Release one allocation of `size` bytes."""
-        place = self._known(place)
-        self.alive[place][category] -= self._rounded(size)
+        place = place if place in self.alive else "gpu"
+        size = -(-size // self.granularity) * self.granularity
+        self.alive[place][category] -= size
+        self._totals[place] -= size
         assert self.alive[place][category] >= 0, f"{category} below zero: {size} bytes too many"
 
     def move(self, source: Category, target: Category, size: int, place: Place = "gpu") -> None:
@@ -77,14 +84,8 @@ class Ledger:
     def peak(self, place: Place = "gpu") -> Sample:
         return max(self.timeline[place], key=lambda sample: sample.total)
 
-    def _known(self, place: Place) -> Place:
-        return place if place in self.places else self.places[0]
-
-    def _rounded(self, size: int) -> int:
-        return -(-size // self.granularity) * self.granularity
-
     def _sample(self, place: Place) -> None:
-        total = self.alive[place].total()
-        last = self.timeline[place][-1]
-        if total > last.total:
-            self.timeline[place][-1] = Sample(last.moment, total, dict(self.alive[place]))
+        """A new peak of this moment."""
+        self._peaks[place] = self._totals[place]
+        moment = self.timeline[place][-1].moment
+        self.timeline[place][-1] = Sample(moment, self._totals[place], dict(self.alive[place]))

@@ -114,8 +114,8 @@ class Planner:
             device=machine.device,
         )
 
-    def traced(self, policies: Sequence[Policy]) -> Traced:
-        """Tapes for these policies; "offload" runs as "full"."""
+    @functools.cached_property
+    def traced(self) -> Traced:
         training, settings = self.config.training, self.config.activation_checkpointing
         shape = Shape(
             self.section["train_micro_batch_size_per_gpu"],
@@ -124,15 +124,8 @@ class Planner:
             self.machine.device,
             self.tensor_parallel,
         )
-        needed = frozenset("full" if policy == "offload" else policy for policy in policies)
-        return _trace(
-            self.config.model,
-            shape,
-            needed,
-            training.loss,
-            training.z_loss,
-            settings.backend == "torch",
-        )
+        early_stop = settings.backend == "torch"
+        return _trace(self.config.model, shape, training.loss, training.z_loss, early_stop)
 
     def replay(self, policies: Sequence[Policy]) -> Ledger:
         """What one rank has alive in initialisation and two steps, without allowances."""
@@ -142,10 +135,11 @@ class Planner:
             places=("gpu",) if on_cpu else ("gpu", "host"),
         )
         tied = self.config.model.tied_embeddings
-        Timeline(ledger, self.traced(policies), policies, states_of(self.setup), tied=tied).run()
+        Timeline(ledger, self.traced, policies, states_of(self.setup), tied=tied).run()
         return ledger
 
     def timelines(self, policies: Sequence[Policy]) -> dict[str, list[Sample]]:
+        """The peaks of a replay's moments, by place."""
         ledger = self.replay(policies)
         return {place: ledger.timeline[place] for place in ledger.places}
 
@@ -167,7 +161,7 @@ class Planner:
 
     def step_time(self, policies: Sequence[Policy]) -> StepTime:
         return step_time(
-            self.traced(policies),
+            self.traced,
             policies,
             self.section,
             parameters=sum(parameter.size for parameter in self.setup.parameters),
@@ -218,22 +212,17 @@ def plan(config: RunConfig, machine: Machine) -> Plan:
 
 @functools.cache
 def _trace(
-    model: ModelConfig,
-    shape: Shape,
-    policies: frozenset[Policy],
-    loss: LossMethod,
-    z_loss: float,
-    early_stop: bool,
+    model: ModelConfig, shape: Shape, loss: LossMethod, z_loss: float, early_stop: bool
 ) -> Traced:
-    traced = trace(model, shape, sorted(policies), loss=loss, z_loss=z_loss, early_stop=early_stop)
-    if "full" in policies:
-        traced.blocks["offload"] = traced.blocks["full"]
+    traced = trace(model, shape, loss=loss, z_loss=z_loss, early_stop=early_stop)
+    traced.blocks["offload"] = traced.blocks["full"]  # Timeline moves the input
     return traced
 
 
+@functools.cache
 def model_parameters(
     model: ModelConfig, decay_embeddings: bool, tensor_parallel: int
-) -> list[Parameter]:
+) -> tuple[Parameter, ...]:
     """One rank's, in the order of model.named_parameters()."""
     with torch.device("meta"):
         whole = GPT(model)
@@ -246,7 +235,7 @@ def model_parameters(
         is_cut = by == "columns" or (by == "rows" and kind == "weight")
         size = parameter.numel() // (tensor_parallel if is_cut else 1)
         found.append(Parameter(name, size, rules[name].decay))
-    return found
+    return tuple(found)
 
 
 def _scaled(sample: Sample, ranks: int) -> Sample:

@@ -62,6 +62,23 @@ def describe_policies(policies: Sequence[Policy]) -> str:
     return "; ".join(f"{policy}: {', '.join(spans)}" for policy, spans in blocks.items())
 
 
+def as_names(policies: Sequence[Policy]) -> dict[Policy, Blocks]:
+    """The "policies" of a config that says the same; "none" goes without saying."""
+    names: dict[Policy, Blocks] = {}
+    for policy in ("selective", "full", "offload"):
+        numbers = [number for number, own in enumerate(policies) if own == policy]
+        if not numbers:
+            continue
+        start, end = numbers[0], numbers[-1] + 1
+        if numbers != list(range(start, end)):
+            names[policy] = numbers
+        elif len(numbers) == len(policies):
+            names[policy] = "all"
+        else:
+            names[policy] = f"range-{start}-{end}"
+    return names
+
+
 def named_blocks(blocks: Blocks, layers: int) -> Iterable[int]:
     """The block numbers that a name such as "last-2" stands for in a model of `layers` blocks.
 

@@ -251,7 +251,7 @@ class ZeroStates(States):
                 borrow(ledger, piece * FLOAT64)
         for group in self.groups:
             flat = self._flatten_gradients(ledger, group)
-            update(ledger, self.setup, [group.share], self.master, first=first)
+            update(ledger, self.setup, [[group.share]], self.master, first=first)
             ledger.free("gradients", flat)
         gather_weights(ledger, self.setup, self.groups)
         self._release_all(ledger)
@@ -344,7 +344,7 @@ class OffloadedStates(ZeroStates):
 
     def step(self, ledger: Ledger, *, first: bool) -> None:
         for group in self.groups:
-            update(ledger, self.setup, [group.share], self.master, first=first)
+            update(ledger, self.setup, [[group.share]], self.master, first=first)
             if group in self.shares:
                 ledger.free("gradients", group.share * FLOAT32)
         gather_weights(ledger, self.setup, self.groups)

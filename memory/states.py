@@ -15,9 +15,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from memory.ledger import Category, Ledger, Place
-from memory.optimizers import Optimizer, optimizer_of
+from memory.optimizers import FLOAT32, Optimizer, optimizer_of
 
-FLOAT32 = 4
 ALIGNMENT = 2
 """Elements: nccl_start_alignment_factor in stage_1_and_2.py and bf16_optimizer.py."""
 ALL_REDUCE_ELEMENTS = 500_000_000
@@ -273,15 +272,14 @@ def buckets(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
 
 
 def update(
-    ledger: Ledger, setup: Setup, sizes: Sequence[int], element: int, *, first: bool
+    ledger: Ledger, setup: Setup, groups: Sequence[Sequence[int]], element: int, *, first: bool
 ) -> None:
-    """One call of the optimizer's step on weights of these sizes, which have gradients."""
+    """One call of the optimizer's step on groups of weights of these sizes, with gradients."""
     optimizer = setup.optimizer
     place: Place = "host" if setup.offloads_optimizer else "gpu"
-    if first:
-        for size in sizes:
-            bytes_of_one = size * (FLOAT32 if optimizer.wide else element)
-            for _ in range(optimizer.states):
-                ledger.allocate("optimizer_states", bytes_of_one, place)
-    copied = sum(sizes) if optimizer.at_once else max(sizes)
-    borrow(ledger, optimizer.temporaries * copied * element, place)
+    for sizes in groups:
+        if first:
+            for size in sizes:
+                for _ in range(optimizer.states):
+                    ledger.allocate("optimizer_states", size * (optimizer.wide or element), place)
+        borrow(ledger, optimizer.borrowed(sizes) * element, place)

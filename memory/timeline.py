@@ -65,9 +65,9 @@ class Timeline:
                 self._offload(index)
         self.ledger.begin("loss forward")
         self.ledger.move("activations", "loss", self.traced.hidden)
-        self._play(head.forward, is_loss=True)
+        self._play(head.forward)
         self.ledger.begin("loss backward")
-        self._play(head.backward, is_loss=True)
+        self._play(head.backward)
         self.ledger.move("loss", "transient", self.traced.hidden)
         for index, tape in reversed([*enumerate(blocks)]):
             self.ledger.begin(f"block {index} backward")
@@ -79,17 +79,16 @@ class Timeline:
         self.states.end_micro_batch(self.ledger, number)
         self.ledger.free("buffers", batch)
 
-    def _play(self, events: Iterable[Event], block: int = 0, *, is_loss: bool = False) -> None:
+    def _play(self, events: Iterable[Event], block: int = 0) -> None:
         ledger, states = self.ledger, self.states
         for kind, subject, size in events:
             if kind == "allocate":
-                ledger.allocate(_category(subject, is_loss), size)
+                ledger.allocate(cast(Category, subject), size)
             elif kind == "free":
-                ledger.free(_category(subject, is_loss), size)
+                ledger.free(cast(Category, subject), size)
             else:
                 name = subject.replace("blocks.0.", f"blocks.{block}.")
                 if kind == "gradient":
-                    ledger.move(_category("transient", is_loss), "gradients", size)
                     self._gradient(name, size)
                 else:
                     getattr(states, kind)(ledger, name)
@@ -111,13 +110,10 @@ class Timeline:
 
     def _gradient(self, name: str, size: int) -> None:
         """A tied matrix gets a gradient from both its uses: the first waits for the second."""
+        self.ledger.allocate("gradients", size)
         if self.tied and name == "token_embedding.weight":
             if name not in self._shared:
                 self._shared[name] = size
                 return
             self.ledger.free("gradients", self._shared.pop(name))  # added to the other in place
         self.states.gradient(self.ledger, self.parameters[name])
-
-
-def _category(subject: str, is_loss: bool) -> Category:
-    return "loss" if is_loss else cast(Category, subject)

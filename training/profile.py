@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except torch.OutOfMemoryError as error:
         return fail(f"{error}; {SMALLER}", 1)
     if ranks.rank == 0:
-        hidden = planner.traced(policies).hidden
+        hidden = planner.traced.hidden
         planned = planned_phases(planner.replay(policies))
         profile = make_profile(policies, phases(measured), planned, hidden, seconds)
         show(profile)

@@ -92,7 +92,7 @@ def test_saved_bytes_equal_the_plan_block_by_block(architecture: str) -> None:
     model = make(architecture)
     shape = Shape(MICRO_BATCH, TIME, torch.float32, "cpu")
     policies: tuple[Policy, ...] = ("selective", "none", "full")
-    tapes = trace(model.config, shape, policies).blocks
+    tapes = trace(model.config, shape, policies=policies).blocks
     expected = [tapes[policy].kept for policy in policies]
     assert saved(measure(model, policies)) == pytest.approx(expected, rel=0.005)
     assert len(set(expected)) == 3
@@ -231,7 +231,7 @@ def test_the_plan_is_of_the_second_step(run_config: dict[str, Any]) -> None:
     names = [phase.name for phase in found]
     assert names[0] == "embedding forward"
     assert names.count(UPDATE) == 1
-    traced = planner.traced(policies)
+    traced = planner.traced
     for number, policy in enumerate(policies):
         use = use_of(f"block {number}", found, traced.hidden)
         assert use.saved == traced.blocks[policy].kept

@@ -1,0 +1,167 @@
+"""What would make a run fit, or fit better: changes to its config, each planned anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from configs.schema import ConfigError, RunConfig, changed
+from memory.fit import fit, uniform
+from memory.machine import Machine, show_bytes
+from memory.planner import Plan, Planner
+from memory.policies import Policy, as_names
+
+ZERO = "deepspeed.zero_optimization"
+MICRO_BATCH = "deepspeed.train_micro_batch_size_per_gpu"
+ACCUMULATION = "deepspeed.gradient_accumulation_steps"
+POLICIES = "activation_checkpointing.policies"
+SEARCHED = ("micro_batch", "zero_stage", "offload")
+
+
+@dataclass(frozen=True)
+class Cure:
+    """A change to the config, and the plan with it."""
+
+    changes: dict[str, Any]
+    """By dotted key, as --set takes them."""
+    machine: Machine
+    plan: Plan
+
+    def rank(self, machine: Machine) -> tuple[bool, bool, float]:
+        """What fits comes first, what needs no more hardware before what does, then by time."""
+        return not self.plan.fits, self.machine != machine, self.plan.step.total
+
+    def describe(self, now: Plan) -> str:
+        """The change, what it saves and what it costs, on one line."""
+        saved = now.gpu.peak.total - self.plan.gpu.peak.total
+        slower = self.plan.step.total / now.step.total
+        what = ", ".join(f"{key}={json.dumps(value)}" for key, value in self.changes.items())
+        if self.machine.gpus != now.machine.gpus:
+            what = ", ".join([*([what] if what else []), f"{self.machine.gpus} GPUs"])
+        verdict = "fits" if self.plan.fits else "does not fit by itself"
+        return f"{what}: {show_bytes(saved)} less, {slower:.2f} x the step time; {verdict}"
+
+
+def cures(config: RunConfig, machine: Machine, now: Plan) -> list[Cure]:
+    """Single changes that need less of what is short, the ones that fit first, then by step time.
+
+    `now` is the plan of the run as it is.
+    """
+    found = [policy_cure(config, machine)]
+    for changes, hardware in _single_changes(config, machine):
+        try:
+            planner = Planner(changed(config, changes), hardware)
+        except ConfigError:
+            continue  # not a legal setting of this run
+        plan = planner.plan(now.policies)
+        if not plan.fits:
+            plan, changes = _with_policies(planner, plan, changes)
+        found.append(Cure(changes, hardware, plan))
+    helping = [cure for cure in found if cure.plan.fits or _shortage(cure.plan) < _shortage(now)]
+    return sorted(helping, key=lambda cure: cure.rank(machine))
+
+
+def policy_cure(config: RunConfig, machine: Machine) -> Cure:
+    """Other policies alone: the cheapest that fit, or else those that need least."""
+    plan = fit(Planner(config, machine), alternatives=False).plan
+    return Cure({POLICIES: as_names(plan.policies)}, machine, plan)
+
+
+def search(config: RunConfig, machine: Machine, over: frozenset[str]) -> Cure:
+    """The settings and policies of least step time that fit, over everything that was asked for.
+
+    `over`: of SEARCHED. Micro-batches change with accumulation, so that the global batch stays.
+    """
+    best: Cure | None = None
+    for bound, changes, planner in _by_least_time(config, machine, over):
+        if best and best.plan.fits and bound >= best.plan.step.total:
+            break
+        plan = fit(planner, alternatives=False).plan
+        cure = Cure({**changes, POLICIES: as_names(plan.policies)}, machine, plan)
+        if best is None or (_shortage(plan), plan.step.total) < (
+            _shortage(best.plan), best.plan.step.total,
+        ):  # fmt: skip
+            best = cure
+    assert best is not None, "the run's own settings are among those searched"
+    return best
+
+
+def _by_least_time(
+    config: RunConfig, machine: Machine, over: frozenset[str]
+) -> list[tuple[float, dict[str, Any], Planner]]:
+    """Settings with the step time that they would have if nothing had to be recomputed."""
+    found = []
+    for changes in _settings(config, machine, over):
+        try:
+            planner = Planner(changed(config, changes), machine)
+        except ConfigError:
+            continue
+        found.append((planner.step_time(uniform(planner, "none")).total, changes, planner))
+    return sorted(found, key=lambda entry: entry[0])
+
+
+def _shortage(plan: Plan) -> int:
+    return plan.gpu.shortfall + plan.host.shortfall
+
+
+def _with_policies(
+    planner: Planner, plan: Plan, changes: dict[str, Any]
+) -> tuple[Plan, dict[str, Any]]:
+    other = fit(planner, alternatives=False).plan
+    if _shortage(other) >= _shortage(plan):
+        return plan, changes
+    names: Mapping[Policy, Any] = as_names(other.policies)
+    return other, {**changes, POLICIES: names}
+
+
+def _single_changes(
+    config: RunConfig, machine: Machine
+) -> Iterator[tuple[dict[str, Any], Machine]]:
+    section = Planner(config, machine).section
+    zero, stage = section["zero_optimization"], section["zero_optimization"].get("stage", 0)
+    micro, steps = section[MICRO_BATCH.split(".")[1]], section[ACCUMULATION.split(".")[1]]
+    if micro % 2 == 0:
+        yield {MICRO_BATCH: micro // 2, ACCUMULATION: steps * 2}, machine
+    if config.training.loss == "full":
+        yield {"training.loss": "auto"}, machine
+    if stage < 2 and machine.gpus > 1:
+        yield {f"{ZERO}.stage": 2}, machine
+    if stage < 3 and machine.gpus > 1:
+        yield {f"{ZERO}.stage": 3, f"{ZERO}.allgather_bucket_size": None}, machine
+    if machine.device == "cuda":
+        if "offload_optimizer" not in zero:
+            offload = {"device": "cpu", "pin_memory": True}
+            yield {f"{ZERO}.stage": max(stage, 2), f"{ZERO}.offload_optimizer": offload}, machine
+        more = machine._replace(gpus=machine.gpus * 2)
+        if steps % 2 == 0:
+            yield {ACCUMULATION: steps // 2}, more
+        elif micro % 2 == 0:
+            yield {MICRO_BATCH: micro // 2}, more
+
+
+def _settings(
+    config: RunConfig, machine: Machine, over: frozenset[str]
+) -> Iterator[dict[str, Any]]:
+    section = Planner(config, machine).section
+    stage = section["zero_optimization"].get("stage", 0)
+    samples = section[MICRO_BATCH.split(".")[1]] * section[ACCUMULATION.split(".")[1]]
+    micro_batches: list[int | None] = [None]
+    if "micro_batch" in over:
+        micro_batches = [size for size in range(1, samples + 1) if samples % size == 0]
+    stages = (0, 1, 2, 3) if "zero_stage" in over else (stage,)
+    offloads = (False, True) if "offload" in over else (None,)
+    for micro, stage, offload in product(micro_batches, stages, offloads):
+        changes: dict[str, Any] = {}
+        if micro is not None:
+            changes |= {MICRO_BATCH: micro, ACCUMULATION: samples // micro}
+        if "zero_stage" in over:
+            changes[f"{ZERO}.stage"] = stage
+        if offload is not None:
+            if offload and stage == 0:
+                continue
+            given = {"device": "cpu", "pin_memory": True} if offload else None
+            changes[f"{ZERO}.offload_optimizer"] = given
+        yield changes

@@ -1,0 +1,147 @@
+"""One step before the first, at full shape, to learn whether it fits. It changes nothing.
+
+Ranks do not talk meanwhile: one that runs out of memory leaves no other waiting for it. Buffers that
+the communication library makes on first use are therefore not rehearsed.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.comm import comm
+from torch import Tensor
+
+from training.engine import train_step
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_global_grad_norm")
+
+
+def rehearse(engine: Any, vocabulary_size: int, sequence_length: int) -> None:
+    """Take a whole optimizer step on random tokens, then undo it, to the bit.
+
+    The engine must be new: without optimizer states, and before a checkpoint is loaded into it.
+
+    Raises:
+        torch.OutOfMemoryError, RuntimeError: as the allocator does; the engine is then of no use.
+    """
+    shape = engine.train_micro_batch_size_per_gpu(), sequence_length
+    devices = [engine.device] if engine.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _ranks_apart(), _undone(engine):
+        tokens = torch.randint(vocabulary_size, shape, device=engine.device)
+        train_step(engine, itertools.repeat((tokens, tokens)))
+
+
+def any_rank(is_true: bool, device: torch.device) -> bool:
+    """Whether it is true on at least one rank; all must ask."""
+    votes = torch.tensor(float(is_true), device=device)
+    torch.distributed.all_reduce(votes)
+    return bool(votes)
+
+
+@contextmanager
+def _undone(engine: Any) -> Iterator[None]:
+    """At learning rate 0 no weight changes; what else a step changes is set back."""
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    assert not optimizer.state, "the rehearsal comes before the first step"
+    counters = {name: vars(engine)[name] for name in COUNTERS if name in vars(engine)}
+    scheduler, scaler = engine.lr_scheduler, getattr(engine.optimizer, "loss_scaler", None)
+    rates, epoch = [group["lr"] for group in optimizer.param_groups], scheduler.last_epoch
+    scale = copy.copy(vars(scaler)) if hasattr(scaler, "__dict__") else {}
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    yield
+    vars(engine).update(counters)
+    scheduler.last_epoch = epoch
+    if scale:
+        vars(scaler).update(scale)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.state.clear()
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        engine.optimizer._hp_optimizer_states_linked = False  # it points into the states
+    persistent = getattr(engine.optimizer, "persistent_parameters", ())
+    if persistent:
+        persistent[0].partition(persistent)  # gathered from this rank alone
+
+
+@contextmanager
+def _ranks_apart() -> Iterator[None]:
+    backend = comm.cdb
+    comm.cdb = _Alone(backend)
+    try:
+        yield
+    finally:
+        comm.cdb = backend
+
+
+class _Done:
+    """The handle of an asynchronous collective."""
+
+    def wait(self) -> None:
+        pass
+
+
+class _Alone:
+    """DeepSpeed's communication backend, each collective as if the other ranks sent zeros."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def _in_place(self, *_: Any, async_op: bool = False, **__: Any) -> _Done | None:
+        return _Done() if async_op else None
+
+    all_reduce = all_reduce_coalesced = inference_all_reduce = _in_place
+    reduce = broadcast = barrier = _in_place
+
+    def all_gather(
+        self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> _Done | None:
+        for output in tensor_list:
+            _clear(output, tensor)
+        return self._in_place(async_op=async_op)
+
+    def all_gather_into_tensor(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> _Done | None:
+        _clear(output_tensor, input_tensor)
+        return self._in_place(async_op=async_op)
+
+    all_gather_base = all_gather_into_tensor
+
+    def all_gather_coalesced(
+        self,
+        output_tensors: list[Tensor],
+        input_tensors: list[Tensor],
+        group: Any = None,
+        async_op: bool = False,
+    ) -> _Done | None:
+        for output, given in zip(output_tensors, input_tensors, strict=True):
+            _clear(output, given)
+        return self._in_place(async_op=async_op)
+
+    def reduce_scatter_tensor(
+        self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, async_op: bool = False, **__: Any
+    ) -> _Done | None:
+        output_tensor.copy_(input_tensor.flatten()[: output_tensor.numel()].view_as(output_tensor))
+        return self._in_place(async_op=async_op)
+
+    def reduce_scatter(
+        self, output: Tensor, input_list: list[Tensor], *_: Any, async_op: bool = False, **__: Any
+    ) -> _Done | None:
+        output.copy_(input_list[0])
+        return self._in_place(async_op=async_op)
+
+
+@torch.no_grad()
+def _clear(output: Tensor, given: Tensor) -> None:
+    """Numbers that are finite, in memory that is new; updated weights are gathered where they lie."""
+    if output.untyped_storage().data_ptr() != given.untyped_storage().data_ptr():
+        output.zero_()
