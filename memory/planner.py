@@ -138,14 +138,9 @@ class Planner:
         Timeline(ledger, self.traced, policies, states_of(self.setup), tied=tied).run()
         return ledger
 
-    def timelines(self, policies: Sequence[Policy]) -> dict[str, list[Sample]]:
-        """The peaks of a replay's moments, by place."""
-        ledger = self.replay(policies)
-        return {place: ledger.timeline[place] for place in ledger.places}
-
     def plan(self, policies: Sequence[Policy]) -> Plan:
         machine = self.machine
-        timelines = self.timelines(policies)
+        timelines = self.replay(policies).timeline
         ranks = machine.ranks_per_node
         host = [_scaled(sample, ranks) for sample in timelines.get("host", [])]
         if machine.device == "cpu":

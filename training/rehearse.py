@@ -1,7 +1,7 @@
 """One step before the first, at full shape, to learn whether it fits. It changes nothing.
 
-Ranks do not talk meanwhile: one that runs out of memory leaves no other waiting for it. Buffers that
-the communication library makes on first use are therefore not rehearsed.
+Ranks do not talk meanwhile: one that runs out of memory leaves no other waiting for it. So buffers
+that the communication library makes on first use are not rehearsed.
 """
 
 from __future__ import annotations
@@ -128,7 +128,12 @@ class _Alone:
         return self._in_place(async_op=async_op)
 
     def reduce_scatter_tensor(
-        self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, async_op: bool = False, **__: Any
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        *_: Any,
+        async_op: bool = False,
+        **__: Any,
     ) -> _Done | None:
         output_tensor.copy_(input_tensor.flatten()[: output_tensor.numel()].view_as(output_tensor))
         return self._in_place(async_op=async_op)
@@ -142,6 +147,6 @@ class _Alone:
 
 @torch.no_grad()
 def _clear(output: Tensor, given: Tensor) -> None:
-    """Numbers that are finite, in memory that is new; updated weights are gathered where they lie."""
+    """Finite numbers in new memory; updated weights are gathered where they lie."""
     if output.untyped_storage().data_ptr() != given.untyped_storage().data_ptr():
         output.zero_()
