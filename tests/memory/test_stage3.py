@@ -297,7 +297,7 @@ def test_peak_of_whole_steps_with_activations(
     for name, moments in measure_moments(configs, ranks).items():
         config = configs[name]
         policies = block_policies(config.activation_checkpointing, config.model.layers, "cpu")
-        timeline = Planner(config, Machine(gpus=ranks, kind="CPU")).timelines(policies)["gpu"]
+        timeline = Planner(config, Machine(gpus=ranks, kind="CPU")).replay(policies).timeline["gpu"]
         planned = max(sample.total for sample in timeline)
         measured = max(moment.peak for moment in moments)
         assert planned == pytest.approx(measured, rel=0.005), name
