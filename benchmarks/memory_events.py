@@ -112,7 +112,7 @@ def _staged(collective: Callable[..., Any]) -> Callable[..., Any]:
         def stage(value: Any) -> Any:
             if isinstance(value, list):
                 return [stage(member) for member in value]
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or not value.numel():
                 return value
             memory = torch.from_numpy(numpy.empty(value.nbytes, numpy.uint8))
             copy = memory.view(value.dtype).view(value.shape).copy_(value.detach())
