@@ -80,7 +80,7 @@ def cases(base: RunConfig) -> Iterator[Case]:
         for stage in range(4):
             for number, (name, policies) in enumerate(POLICIES.items()):
                 model = models[(number + stage) % len(models)]
-                changes = {"activation_checkpointing.policies": policies}
+                changes: dict[str, Any] = {"activation_checkpointing.policies": policies}
                 yield case(base, f"{model}, {name}", model, {"stage": stage}, ranks, changes)
         for stage, offload in ((1, ("optimizer",)), (2, ("optimizer",)), (3, ("optimizer",)),
                                (3, ("optimizer", "param"))):  # fmt: skip
@@ -224,6 +224,7 @@ def tracked_peak(config: RunConfig, planner: Planner, policies: tuple[Policy, ..
                 model(tokens, tokens).backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                tracker.reset_mod_stats()
         peaks = tracker.get_tracker_snapshot("peak")
     torch.set_default_dtype(before)
     return int(peaks[torch.device("cpu")]["Total"])

@@ -81,6 +81,9 @@ class Ledger:
         self.free(source, size, place)
         self.allocate(target, size, place)
 
+    def total(self, place: Place = "gpu") -> int:
+        return self._totals[place]
+
     def peak(self, place: Place = "gpu") -> Sample:
         return max(self.timeline[place], key=lambda sample: sample.total)
 

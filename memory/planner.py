@@ -114,6 +114,9 @@ class Planner:
             element=self.dtype.itemsize,
             accumulation_steps=self.section["gradient_accumulation_steps"],
             device=machine.device,
+            device_memory=None
+            if machine.device == "cpu" or machine.gpu_memory is None
+            else machine.gpu_memory - self._gpu_allowance(),
         )
 
     @functools.cached_property

@@ -78,7 +78,7 @@ class ZeroStates(States):
         for parameter in self.setup.parameters:
             ledger.allocate("parameters", parameter.size * self.setup.element)
         for group in self.groups:
-            flatten_weights(ledger, group, self.setup.element)
+            flatten_weights(ledger, group, self.setup.element, self.setup.device_memory)
             self._copy_share(ledger, group)
         borrow(ledger, sum(group.share for group in self.groups) * self.master)  # gradients
 
@@ -295,7 +295,7 @@ class OffloadedStates(ZeroStates):
         for parameter in self.setup.parameters:
             ledger.allocate("parameters", parameter.size * element)
         for group in self.groups:
-            flatten_weights(ledger, group, element)
+            flatten_weights(ledger, group, element, self.setup.device_memory)
             self._copy_share(ledger, group)
             self._keep(ledger, "buffers", group.share * element)  # to send updated weights from
         largest = max(self.sizes.values()) * element

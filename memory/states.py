@@ -92,6 +92,8 @@ class Setup:
     accumulation_steps: int
     device: str
     """"cpu" or "cuda"."""
+    device_memory: int | None = None
+    """Bytes that torch can have of the device; None: as many as it asks for."""
     data_rank: int = 0
     """Ranks differ by which parameters their share has a piece of."""
 
@@ -232,10 +234,23 @@ def replace(ledger: Ledger, category: Category, old: Sequence[int], new: int) ->
         ledger.free(category, size)
 
 
-def flatten_weights(ledger: Ledger, group: Group, element: int) -> None:
-    """The parameters of a group become views of one tensor."""
+def flatten_weights(ledger: Ledger, group: Group, element: int, room: int | None = None) -> None:
+    """The parameters of a group become views of one tensor.
+
+    ZeRO 1 and 2 make it in host memory where there is no `room` left for both on the device (read).
+    """
     sizes = [parameter.size * element for parameter in group.parameters]
-    replace(ledger, "parameters", sizes, group.flat * element)
+    flat = group.flat * element
+    if room is None or flat <= room - ledger.total():
+        replace(ledger, "parameters", sizes, flat)
+        return
+    for size in sizes:
+        ledger.free("parameters", size)
+        ledger.allocate("transient", size, "host")
+    with borrowed(ledger, flat, "host"):
+        for size in sizes:
+            ledger.free("transient", size, "host")
+        ledger.allocate("parameters", flat)
 
 
 def gather_weights(ledger: Ledger, setup: Setup, groups: Sequence[Group]) -> None:
