@@ -12,6 +12,7 @@ import deepspeed
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 import train
 from configs.schema import ConfigError, RunConfig
@@ -228,6 +229,7 @@ SECOND: dict[str, Callable[[Tensor], Tensor]] = {
     "another dtype": lambda x: x.double() * x.double(),
     "another shape": lambda x: x[:, :1] * x[:, :1],
     "fewer tensors": lambda x: x,
+    "another operator": lambda x: (x @ x.mT[0]) @ x,
 }
 
 
@@ -246,7 +248,7 @@ def test_a_block_that_computes_otherwise_in_backward_is_named(
         return
     with pytest.raises(RecomputationError, match=r"^block 1: .*a counter") as caught:
         train.train_step(PlainEngine(model), iter([batch]))
-    assert "torch" in str(caught.value.__cause__) or "aten" in str(caught.value.__cause__)
+    assert isinstance(caught.value.__cause__, CheckpointError)
 
 
 def test_other_errors_of_a_backward_pass_stay_as_they_are(run_config: dict[str, Any]) -> None:
