@@ -63,6 +63,16 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def alive_memory_bytes(device: torch.device) -> int:
+    """What the device's allocator has given out; on a CPU, the resident size of the process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    statistics = Path("/proc/self/statm")  # only the peak is known without it
+    if not statistics.exists():
+        return peak_memory_bytes(device)
+    return int(statistics.read_text().split()[1]) * resource.getpagesize()
+
+
 class Speed:
     """Rates of training steps, without the evaluations and saves between them.
 
