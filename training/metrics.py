@@ -7,8 +7,9 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,81 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def alive_memory_bytes(device: torch.device) -> int:
-    """What the device's allocator has given out; on a CPU, the resident size of the process."""
+    """What the device's allocator has given out; on a CPU, the process's own resident memory.
+
+    Own: without pages of files, which grow with every sample that is read of a mapped corpus.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    statistics = Path("/proc/self/statm")  # only the peak is known without it
+    statistics = Path("/proc/self/statm")
     if not statistics.exists():
-        return peak_memory_bytes(device)
-    return int(statistics.read_text().split()[1]) * resource.getpagesize()
+        return peak_memory_bytes(device)  # only Linux tells more
+    resident, shared = (int(pages) for pages in statistics.read_text().split()[1:3])
+    return (resident - shared) * resource.getpagesize()
+
+
+class LeakWatch:
+    """Finds memory that grows slowly and never comes back, over a run of any length.
+
+    The sizes of the whole run, thinned out, are cut into four quarters. A leak is where each lies
+    above the one before: a single jump (a first evaluation, a first save) parts two of them only,
+    and what rises and falls overlaps.
+    """
+
+    WARM_UP = 5
+    """Logged lines that are not looked at: allocators and caches fill."""
+    FEWEST = 16
+    """Sizes, before anything is said."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, list[int]] = {}
+        self._lines = -self.WARM_UP
+        self._stride = 1
+        self._told = False
+
+    def read(self, sizes: Mapping[str, int]) -> str | None:
+        """Take the sizes between two steps, by kind; a sentence, once, where some of them leak.
+
+        Kinds are what may grow by itself: see `alive_memory`.
+        """
+        self._lines += 1
+        if self._told or self._lines <= 0 or self._lines % self._stride:
+            return None
+        for kind, size in sizes.items():
+            self.sizes.setdefault(kind, []).append(size)
+        grown = {kind: growth(history) for kind, history in self.sizes.items()}
+        if len(next(iter(self.sizes.values()))) == 2 * self.FEWEST:
+            self.sizes = {kind: history[1::2] for kind, history in self.sizes.items()}
+            self._stride *= 2
+        found = [f"{kind} by {size / 2**20:,.0f} MiB" for kind, size in grown.items() if size]
+        if not found:
+            return None
+        self._told = True
+        return f"suspected leak: alive between steps grows steadily, {', '.join(found)}"
+
+
+def growth(sizes: Sequence[int]) -> int:
+    """Bytes that the last quarter lies above the first, if it is a steady rise; otherwise 0."""
+    quarter = len(sizes) // 4
+    if len(sizes) < LeakWatch.FEWEST:
+        return 0
+    parts = [sizes[i * quarter : (i + 1) * quarter] for i in range(4)]
+    total = min(parts[3]) - max(parts[0])
+    gaps = [min(later) - max(earlier) for earlier, later in pairwise(parts)]
+    # Of a straight rise each gap is about a tenth of the whole.
+    steady = min(gaps) > total / 30
+    return total if steady and total > max(0.01 * max(parts[0]), 16 * 2**20) else 0
+
+
+def alive_memory(device: torch.device, held: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Bytes alive now by kind: of the device's allocator, of the process in main memory.
+
+    `held` is the device's by category (training.out_of_memory.bytes_by_category), where wanted.
+    """
+    kinds = {"host memory": alive_memory_bytes(torch.device("cpu"))}
+    if device.type == "cuda":
+        kinds = {"device memory": alive_memory_bytes(device), **kinds}
+    return {**kinds, **{kind.replace("_", " "): size for kind, size in (held or {}).items()}}
 
 
 class Speed:
@@ -128,6 +197,7 @@ class Speed:
             "step_seconds": step_seconds,
             "data_wait_seconds": waited,
             "memory_peak_bytes": peak_memory_bytes(self.device),
+            "memory_alive_bytes": alive_memory_bytes(self.device),
         }
 
 

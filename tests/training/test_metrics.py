@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -67,11 +69,65 @@ def test_memory_is_the_peak_and_in_bytes() -> None:
     assert grown >= 256 * 2**20
 
 
+def test_alive_memory_is_neither_the_peak_nor_a_file(tmp_path: Path) -> None:
+    size = 64 * 2**20
+    (tmp_path / "corpus").write_bytes(bytes(size))
+    before = metrics.alive_memory_bytes(CPU)
+    block = torch.ones(size // 4)
+    assert metrics.alive_memory_bytes(CPU) - before == pytest.approx(size, rel=0.1)
+    del block
+    corpus = np.memmap(tmp_path / "corpus", np.uint8, "r")
+    assert corpus.sum() == 0, "every page of the file is resident now"
+    assert metrics.alive_memory_bytes(CPU) - before < size // 8
+
+
+def test_a_growing_list_is_a_leak_and_told_once() -> None:
+    watch, kept, told = metrics.LeakWatch(), [], []
+    for step in range(40):
+        kept.append(torch.ones(2**20))  # 4 MiB
+        sentence = watch.read(metrics.alive_memory(CPU, {"optimizer_states": 2**30}))
+        told += [(step, sentence)] if sentence else []
+    # 16 sizes after 5 that are not looked at; the last quarter starts 9 steps above the first.
+    ((step, sentence),) = told
+    assert step == 20
+    assert re.search(r"host memory by (3[5-7]) MiB$", sentence), sentence
+
+
+def test_what_rises_and_falls_is_no_leak() -> None:
+    watch, kept = metrics.LeakWatch(), []
+    for _ in range(200):
+        kept.append(torch.ones(2**20))
+        assert watch.read(metrics.alive_memory(CPU)) is None
+        if len(kept) == 7:
+            kept.clear()
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "leaks"),
+    [
+        ([100 * MIB] * 10 + [300 * MIB] * 190, False),  # a first save
+        ([100 * MIB + n for n in range(100)] + [300 * MIB + n for n in range(100)], False),
+        ([100 * MIB + n * MIB // 2 for n in range(200)], True),  # too slow for any 20 lines
+        ([80_000 * MIB + n * MIB for n in range(200)], False),  # a thousandth of what there is
+        ([80_000 * MIB + n * 10 * MIB for n in range(200)], True),
+        ([300 * MIB - n * MIB for n in range(200)], False),
+    ],
+    ids=["jump", "creeping pages and a jump", "slow", "under 1 %", "over 1 %", "falling"],
+)
+def test_leaks_by_their_shape(sizes: list[int], leaks: bool) -> None:
+    watch = metrics.LeakWatch()
+    told = [sentence for size in sizes if (sentence := watch.read({"device memory": size}))]
+    assert len(told) == leaks
+
+
 def line(step: int, loss: float) -> dict[str, float | int | None]:
     return {
         "step": step, "samples": step, "tokens": step, "loss": loss, "lr": 0.1, "grad_norm": None,
         "tokens_per_second": 1.0, "mfu": None, "step_seconds": 1.0, "data_wait_seconds": 0.0,
-        "memory_peak_bytes": 1,
+        "memory_peak_bytes": 1, "memory_alive_bytes": 1,
     }  # fmt: skip
 
 
