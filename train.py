@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from training.out_of_memory import OutOfMemory, Whereabouts, explained, report_out_of_memory
 
 from configs.deepspeed import Hardware, precision, resolve, warnings_of
 from configs.schema import ConfigError, RunConfig, load_config
@@ -45,6 +44,7 @@ from training.engine import (
 )
 from training.evaluate import validation_loss
 from training.extensions import BuildError
+from training.out_of_memory import OutOfMemory, Whereabouts, explained, report_out_of_memory
 from training.rehearse import any_rank, rehearse
 from training.report import conclude, describe, describe_milder, say
 from training.setup import Run, policies_of, prepare
@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except VocabularyError as error:
         return fail(error, 2)
     except OutOfMemory as failure:
-        report_out_of_memory(failure, ranks)
+        if failure.observation:
+            report_out_of_memory(failure.run, failure.observation)
         return 1
     torch.distributed.destroy_process_group()
     return 0
@@ -176,7 +177,7 @@ def ready(run: Run, where: Whereabouts) -> tuple[Run, Any]:
             torch.cuda.empty_cache()
         milder = run.milder() if run.config.training.on_out_of_memory == "adapt" else None
         if milder is None:
-            raise failure or OutOfMemory(run.config, None)
+            raise failure or OutOfMemory(run, observation=None)
         say(run.ranks, f"adapting   {describe_milder(run, milder)}")
         run = milder
 

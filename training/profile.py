@@ -30,11 +30,8 @@ from torch import Tensor, nn
 from configs.deepspeed import resolve, tensor_parallel_size
 from configs.schema import load_config
 from memory.checkpointing import checkpoint_blocks
-from memory.cost import SPEEDS
-from memory.machine import Machine
 from memory.moments import Moment, allocator_profile, mark, moments
 from memory.planner import Planner
-from memory.policies import block_policies
 from model.gpt import GPT, Rotary
 from training.engine import (
     Ranks,
@@ -53,6 +50,7 @@ from training.profile_report import (
     show,
     write_json,
 )
+from training.setup import machine_of, policies_of
 
 Batch = tuple[Tensor, Tensor]
 Mark = Callable[[str], None]
@@ -68,11 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks = read_ranks(options.local_rank)
         config = load_config(options.config, options.overrides)
         section = resolve(config, ranks.hardware())
-        policies = block_policies(
-            config.activation_checkpointing, config.model.layers, ranks.device.type
-        )
+        machine = machine_of(ranks, config)
+        policies = policies_of(config, machine)
         ranks = replace(ranks, tensor_parallel=tensor_parallel_size(section))
-        planner = Planner(config, machine_of(ranks))
+        planner = Planner(config, machine)
         output = options.output or Path(config.training.run_folder) / "profile"
         output.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
@@ -127,15 +124,6 @@ def fail(error: Exception | str, code: int, ranks: Ranks | None = None) -> int:
     if ranks is None or ranks.local_rank == 0:  # all ranks of a host find the same mistakes
         print(f"error: {error}", file=sys.stderr, flush=True)
     return code
-
-
-def machine_of(ranks: Ranks) -> Machine:
-    """What this is running on, for the planner."""
-    kind = "CPU"
-    if ranks.device.type == "cuda":
-        name = torch.cuda.get_device_name(ranks.device)
-        kind = next((kind for kind in SPEEDS if kind in name), "H100")  # bytes are the same on all
-    return Machine(ranks.world_size, ranks.local_world_size, kind=kind)
 
 
 def random_batch(planner: Planner, ranks: Ranks) -> Batch:
