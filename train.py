@@ -10,7 +10,6 @@ Run again on the same run folder, it continues from the newest checkpoint.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import sys
@@ -45,7 +44,7 @@ from training.engine import (
 from training.evaluate import validation_loss
 from training.extensions import BuildError
 from training.out_of_memory import OutOfMemory, Whereabouts, explained, report_out_of_memory
-from training.rehearse import any_rank, rehearse
+from training.rehearse import any_rank, give_back_memory, rehearse
 from training.report import conclude, describe, describe_milder, say
 from training.setup import Run, policies_of, prepare
 
@@ -64,9 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if run.start.step >= config.training.max_steps:
         say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
         return 0
+    where = Whereabouts()
     try:
         start_process_group(ranks, expandable_segments=config.training.expandable_segments)
-        train(run)
+        train(run, where)
     except ConnectionError as error:
         return fail(error, 1)
     except ConfigError as error:
@@ -75,10 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(error, 1, ranks)
     except VocabularyError as error:
         return fail(error, 2)
-    except OutOfMemory as failure:
-        if failure.observation:
-            report_out_of_memory(failure.run, failure.observation)
-        return 1
+    except OutOfMemory as error:
+        return explain(error.bare(), where)
     torch.distributed.destroy_process_group()
     return 0
 
@@ -121,8 +119,7 @@ def check(config: RunConfig, machine: Machine) -> int:
     return 0 if plan.fits else DOES_NOT_FIT
 
 
-def train(run: Run) -> None:
-    where = Whereabouts()
+def train(run: Run, where: Whereabouts) -> None:
     with explained(where, run):
         run, engine = ready(run, where)
     config, ranks, training = run.config, run.ranks, run.config.training
@@ -169,12 +166,9 @@ def ready(run: Run, where: Whereabouts) -> tuple[Run, Any]:
         failure = rehearsed(run, engine, where)
         if not any_rank(failure is not None, run.ranks.device):
             return run, engine
-        where.forget()
-        engine.destroy()
+        where.release_engine()
         del engine
-        gc.collect()  # engines are held by cycles
-        if run.ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back_memory(run.ranks.device)
         milder = run.milder() if run.config.training.on_out_of_memory == "adapt" else None
         if milder is None:
             raise failure or OutOfMemory(run, observation=None)
@@ -186,10 +180,20 @@ def rehearsed(run: Run, engine: Any, where: Whereabouts) -> OutOfMemory | None:
     """None where it fits."""
     try:
         with explained(where, run):
-            rehearse(engine, run.config.model.vocabulary_size, run.config.training.sequence_length)
+            training = run.config.training
+            rehearse(engine, run.config.model.vocabulary_size, training.sequence_length)
     except OutOfMemory as failure:
-        return failure
+        return failure.bare()
     return None
+
+
+def explain(failure: OutOfMemory, where: Whereabouts) -> int:
+    """Where memory ran out, and what would help; on a rank that had enough, nothing."""
+    where.release_engine()
+    give_back_memory(failure.run.ranks.device)
+    if failure.observation:
+        report_out_of_memory(failure.run, failure.observation)
+    return 1
 
 
 def loop(run: Run, engine: Any, loader: Loader, writer: metrics.MetricsWriter) -> float:

@@ -56,7 +56,8 @@ def claim_run_folder(config: RunConfig) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder}: no permission to write into this run folder")
-    if all(entry.name == "profile" for entry in folder.iterdir()):  # of training/profile.py
+    before_training = ("profile", "out_of_memory")  # training/profile.py, a failed rehearsal
+    if all(entry.name.startswith(before_training) for entry in folder.iterdir()):
         return None
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: not empty and not a run folder; choose another run_folder")

@@ -50,13 +50,18 @@ class OutOfMemory(Exception):
         self.observation = observation
         """None on a rank whose own memory sufficed."""
 
+    def bare(self) -> OutOfMemory:
+        """Without the frames that raised it and the allocator's error: they hold tensors alive."""
+        self.__context__ = None
+        return self.with_traceback(None)
+
 
 @contextmanager
 def explained(where: Whereabouts, run: Run) -> Iterator[None]:
     """Observe the rank's memory when it runs out.
 
     Raises:
-        OutOfMemory: in place of the allocator's error, whose traceback would hold tensors alive.
+        OutOfMemory: in place of the allocator's error.
     """
     observation = None
     try:
@@ -208,8 +213,10 @@ class Whereabouts:
         """The engine that is watched; None before there is one."""
         self._hooks: list[Any] = []
 
-    def forget(self) -> None:
-        """Hold the engine no longer: another will be built."""
+    def release_engine(self) -> None:
+        """Take the engine apart, for another or for none."""
+        if self.engine is not None:
+            self.engine.destroy()
         self.engine, self.moment = None, "initialisation"
 
     def watch(self, engine: Any) -> None:

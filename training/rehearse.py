@@ -1,13 +1,15 @@
 """One step before the first, at full shape, to learn whether it fits. It changes nothing.
 
-Ranks do not talk meanwhile: one that runs out of memory leaves no other waiting for it. So buffers
-that the communication library makes on first use are not rehearsed.
+Ranks do not talk meanwhile: one that runs out of memory leaves no other waiting for it.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +19,13 @@ from deepspeed.comm import comm
 from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
 from torch import Tensor
 
+from memory.planner import NCCL
 from training.engine import train_step
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_global_grad_norm")
+RESERVE = {"cuda": NCCL, "cpu": 64 * 2**20}
+"""Bytes held meanwhile for what only training needs: buffers of the communication library, and on a
+CPU stacks of the threads that load data and write logs."""
 COMPARING: tuple[Any, ...] = (partition_parameters, partitioned_param_coordinator, stage3)
 """Where ranks compare their order of modules with rank 0's."""
 
@@ -33,10 +39,12 @@ def rehearse(engine: Any, vocabulary_size: int, sequence_length: int) -> None:
         torch.OutOfMemoryError, RuntimeError: as the allocator does; the engine is then of no use.
     """
     shape = engine.train_micro_batch_size_per_gpu(), sequence_length
+    reserve = torch.empty(RESERVE[engine.device.type], dtype=torch.uint8, device=engine.device)
     devices = [engine.device] if engine.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _ranks_apart(), _undone(engine):
         tokens = torch.randint(vocabulary_size, shape, device=engine.device)
         train_step(engine, itertools.repeat((tokens, tokens)))
+    del reserve
 
 
 def any_rank(is_true: bool, device: torch.device) -> bool:
@@ -44,6 +52,18 @@ def any_rank(is_true: bool, device: torch.device) -> bool:
     votes = torch.tensor(float(is_true), device=device)
     torch.distributed.all_reduce(votes)
     return bool(votes)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Return what a destroyed engine had to the driver, or to the operating system."""
+    gc.collect()  # engines are held by cycles
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        # glibc keeps freed blocks of up to 32 MB for itself, and another model has other sizes.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim:
+            trim(0)
 
 
 @contextmanager
