@@ -45,11 +45,12 @@ def diagnose(
     if config and plan:
         beside = planned(observation, plan)
         missing, specific = proposals(rule, observation, config, plan)
-        if rule in ("loss", "optimizer_step", "capacity"):
-            cures = specific or cures
+        if cures and cures[0].fits:  # it changes nothing of the run
+            cures = [*cures, *specific]
+        elif rule in ("loss", "optimizer_step", "capacity") and any(c.fits for c in specific):
+            cures = specific  # what is general is among them
         else:
-            # What suffices and changes nothing of the run stands first, what is unsure last.
-            cures = [*cures, *specific] if cures[0].fits else [*specific, *cures]
+            cures = [*specific, *cures]
     explanation = explain(rule, observation)
     return Report(rule, explanation, observation, beside, missing, tuple(cures))
 
@@ -58,8 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         report = read(options)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {options.file}: cannot read it: {error.strerror}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps(report.as_json(), indent=2))
@@ -149,7 +153,7 @@ def describe(cure: Proposal) -> str:
         f"without {key}" if value is None else f"--set {_pasted(key, value)}"
         for key, value in cure.changes.items()
     ]
-    parts += [f"{cure.gpus} GPUs"] if cure.gpus else []
+    parts += [f"on {cure.gpus} GPUs"] if cure.gpus else []
     parts += [cure.advice] if cure.advice else []
     line = " ".join(parts)
     if cure.saving is not None:
@@ -160,8 +164,8 @@ def describe(cure: Proposal) -> str:
 
 
 def _pasted(key: str, value: object) -> str:
-    """An argument for a shell: JSON has quotes and braces."""
-    text = json.dumps(value)
+    """An argument for a shell: a name stands for itself, other JSON has quotes and braces."""
+    text = value if isinstance(value, str) else json.dumps(value)
     return f"{key}={text}" if text.replace(".", "").isalnum() else f"'{key}={text}'"
 
 

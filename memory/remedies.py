@@ -91,7 +91,8 @@ def proposals(
     )  # fmt: skip
     unique = {repr((sorted(cure.changes.items()), cure.machine.gpus)): cure for cure in found}
     missing = now.host.shortfall if host else now.gpu.shortfall
-    return missing, [_proposal(cure, now, host=host) for cure in unique.values()]
+    proposed = [_proposal(cure, now, host=host) for cure in unique.values()]
+    return missing, [cure for cure in proposed if cure.fits or (cure.saving or 0) > 0]
 
 
 def _smaller_saves(observation: Observation, config: RunConfig, plan: Plan) -> list[Proposal]:
@@ -176,10 +177,11 @@ def _survived(observation: Observation, plan: Plan) -> int:
     allocated = observation.figures.allocated
     if allocated is not None:
         return allocated + plan.gpu.peak.by_category.get("allowance", 0)
-    # A CPU's allocator does not say, and the process holds much else. The plan's own figure of the
-    # highest moment before the one that failed was had.
+    # A CPU's allocator does not say, and the process holds much else. What was had: the plan's
+    # highest moment before the one that failed, and all that was measured by category.
     before = [sample.total for sample in _until(observation, plan)[:-1]]
-    return max(before, default=plan.gpu.peak.total)
+    held = sum((observation.held or {}).get(name, 0) for name in HELD)
+    return max([*before, held]) if before else plan.gpu.peak.total
 
 
 def host_limit(observation: Observation, plan: Plan) -> int:
@@ -207,8 +209,7 @@ def _until(observation: Observation, plan: Plan) -> list[Sample]:
     moment = names.get(observation.moment, observation.moment)
     timeline = plan.gpu.timeline
     found = [number for number, sample in enumerate(timeline) if sample.moment == moment]
-    # Of the plan's two steps the second is the one that begins with optimizer states. An update
-    # may have failed while it made the first of them, so that one is the first.
-    if moment != "optimizer step" and (observation.held or {}).get("optimizer_states"):
+    if (observation.held or {}).get("optimizer_states"):
+        # Of the plan's two steps the one that has them: the second, or the first one's update.
         found = [n for n in found if timeline[n].by_category.get("optimizer_states")]
     return list(timeline[: found[0] + 1]) if found else []
