@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
@@ -56,8 +57,9 @@ def claim_run_folder(config: RunConfig) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder}: no permission to write into this run folder")
-    before_training = ("profile", "out_of_memory")  # training/profile.py, a failed rehearsal
-    if all(entry.name.startswith(before_training) for entry in folder.iterdir()):
+    # Of training/profile.py and of a rehearsal that did not fit.
+    before_training = re.compile(r"profile|out_of_memory(_rank\d+)?\.json")
+    if all(before_training.fullmatch(entry.name) for entry in folder.iterdir()):
         return None
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: not empty and not a run folder; choose another run_folder")
