@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from memory.moments import allocator_profile, moments
+
 GEMM_FLOPS = 2 * 1024 * 3072 * 768
 LARGEST_PROBE_DIFFERENCE = 0.15
 
@@ -137,14 +139,11 @@ def kept_bytes(run: Callable[[], Any]) -> int:
 def _allocations(run: Callable[[], Any]) -> list[int]:
     """Bytes that a call takes from torch's CPU allocator and (negative) gives back, in order."""
     gc.collect()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with allocator_profile() as profile:
         kept = run()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    changes = [change for moment in moments(profile) for change in moment.changes]
     del kept
-    return [change for _, change in changes]
+    return changes
 
 
 def operator_shares_of(prepare: Callable[[], Callable[[], Any]]) -> dict[str, float]:

@@ -3,7 +3,7 @@
     python -m benchmarks.memory_events --config configs/quickstart.json --ranks 2
 
 Trains for real through the project's engine and step, on random tokens, from before the model is
-built. What rank 0 holds is then known to the byte at any moment; the batch itself is not counted.
+built. What a rank holds is then known to the byte at any moment; the batch itself is not counted.
 """
 
 from __future__ import annotations
@@ -17,59 +17,37 @@ import multiprocessing
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
-from torch.profiler import record_function
 
 from configs.deepspeed import resolve, tensor_parallel_size
 from configs.schema import RunConfig, load_config
+from memory.moments import Moment, allocator_profile, mark, moments
 
-MARK = "moment: "
 COLLECTIVES = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
-    "reduce_scatter_tensor",
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Moment:
-    """A time from its beginning to the next moment's."""
-
-    name: str
-    start: int
-    """Bytes held when it begins."""
-    changes: list[int]
-    """Bytes of each allocation and (negative) release, in order."""
-
-    @property
-    def totals(self) -> list[int]:
-        """Bytes held at the start and after each change."""
-        return list(itertools.accumulate(self.changes, initial=self.start))
-
-    @property
-    def peak(self) -> int:
-        return max(self.totals)
-
-    @property
-    def end(self) -> int:
-        return self.totals[-1]
-
-
 def measure(
-    configs: Mapping[str, RunConfig], ranks: int = 1, steps: int = 3, gradients: bool = False
+    configs: Mapping[str, RunConfig],
+    ranks: int = 1,
+    steps: int = 3,
+    gradients: bool = False,
+    of_rank: int = 0,
 ) -> dict[str, list[Moment]]:
-    """Train each configuration on `ranks` processes of this machine; rank 0's moments, by name.
+    """Train each configuration on `ranks` processes of this machine; one rank's moments by name.
 
     The moments: "build"; "initialize", deepspeed.initialize; "ready"; then "forward 1.0",
     "backward 1.0", "reduce 1.0" (after the model's backward) and "step 1.0" for step 1 and
-    micro-batch 0, each with what happens until the next; and "end". engine.step() after a micro-batch that is not the last only counts it. With
-    `gradients`, also what DeepSpeed does as a gradient is complete ("gradient NAME"), until the
-    model's backward goes on ("after NAME").
+    micro-batch 0, each with what happens until the next; and "end". engine.step() after a
+    micro-batch that is not the last only counts it. With `gradients`, also what DeepSpeed does as a
+    gradient is complete ("gradient NAME"), until the model's backward goes on ("after NAME").
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -77,10 +55,10 @@ def measure(
     context = multiprocessing.get_context("spawn")
     given = {name: config.model_dump_json() for name, config in configs.items()}
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "moments.json"
+        outputs = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
         workers = [
             context.Process(target=_work, args=(rank, ranks, port, given, steps, gradients, output))
-            for rank in range(ranks)
+            for rank, output in enumerate(outputs)
         ]
         for worker in workers:
             worker.start()
@@ -89,8 +67,8 @@ def measure(
         codes = [worker.exitcode for worker in workers]
         if any(codes):
             raise RuntimeError(f"exit codes of the ranks: {codes}")
-        found = json.loads(output.read_text())
-    return {name: [Moment(*moment) for moment in moments] for name, moments in found.items()}
+        found = json.loads(outputs[of_rank].read_text())
+    return {name: [Moment(*moment) for moment in run] for name, run in found.items()}
 
 
 def _work(
@@ -109,87 +87,84 @@ def _work(
     from training.engine import leave, read_ranks, start_process_group
 
     for name in COLLECTIVES:
-        setattr(torch.distributed, name, _settled(getattr(torch.distributed, name)))
+        setattr(torch.distributed, name, _staged(getattr(torch.distributed, name)))
+    setattr(torch.distributed, "reduce_scatter_tensor", _reduce_scatter)  # noqa: B010
     torch.set_num_threads(1)  # the models are small, and the ranks share the cores
     start_process_group(read_ranks())
     configs = {name: RunConfig.model_validate_json(text) for name, text in given.items()}
-    moments = {name: _moments(config, steps, gradients) for name, config in configs.items()}
-    if rank == 0:
-        output.write_text(json.dumps(moments))
+    found = {name: _moments(config, steps, gradients) for name, config in configs.items()}
+    output.write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
     leave(0)
 
 
-def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective that is over only when gloo's thread has dropped its tensors.
+def _staged(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective on copies of its tensors in memory that is not from torch's allocator.
 
-    Else it is chance whose reference to a tensor is the last, and a release by that thread is not
-    in the profile.
+    Gloo's threads hold the tensors for a while after it is over. If a thread's reference is by
+    chance the last one, the release is not in the profile.
     """
 
     @functools.wraps(collective)
     def call(*arguments: Any, **options: Any) -> Any:
-        nested = [*arguments, *options.values()]
-        lists = [value if isinstance(value, list) else [value] for value in nested]
-        tensors = [value for values in lists for value in values if isinstance(value, torch.Tensor)]
-        counts = [_references(tensor) for tensor in tensors]
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def settle() -> None:
-            deadline = time.monotonic() + 10
-            while any(_references(t) > n for t, n in zip(tensors, counts, strict=True)):
-                assert time.monotonic() < deadline, f"{collective.__name__} never lets go"
-                time.sleep(1e-5)
-            tensors.clear()
+        def stage(value: Any) -> Any:
+            if isinstance(value, list):
+                return [stage(member) for member in value]
+            if not isinstance(value, torch.Tensor) or not value.numel():
+                return value
+            memory = torch.from_numpy(numpy.empty(value.nbytes, numpy.uint8))
+            copy = memory.view(value.dtype).view(value.shape).copy_(value.detach())
+            pairs.append((value.detach(), copy))
+            return copy
 
-        work = collective(*arguments, **options)
-        if work is None:
-            return settle()
-        return _Work(work, settle)
+        def finish() -> None:
+            for tensor, copy in pairs:
+                tensor.copy_(copy)
+            pairs.clear()
+
+        named = {name: stage(value) for name, value in options.items()}
+        work = collective(*map(stage, arguments), **named)
+        return finish() if work is None else _Work(work, finish)
 
     return call
 
 
-def _references(tensor: torch.Tensor) -> int:
-    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]
+def _reduce_scatter(
+    output: torch.Tensor, given: torch.Tensor, async_op: bool = False, **options: Any
+) -> None:
+    """As gloo does: reduce a copy and take a share. Its own copy, gloo's threads would drop."""
+    assert not async_op  # no caller in DeepSpeed asks for it
+    copy = given.clone()
+    torch.distributed.all_reduce(copy, **options)
+    group = options["group"]
+    output.copy_(copy.chunk(group.size())[group.rank()])
 
 
 class _Work:
     """The handle of an asynchronous collective."""
 
-    def __init__(self, work: Any, settle: Callable[[], None]) -> None:
-        self._work, self._settle = work, settle
+    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+        self._work, self._finish = work, finish
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            self._settle()
+        self._work.wait()
+        self._finish()
 
 
-def _moments(config: RunConfig, steps: int, gradients: bool) -> list[tuple[str, int, list[int]]]:
+def _moments(config: RunConfig, steps: int, gradients: bool) -> list[Moment]:
     gc.collect()  # an earlier engine is held by cycles
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with allocator_profile() as profile:
         engine = _train(config, steps, gradients)
     engine.destroy()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    moments: list[tuple[str, int, list[int]]] = [("before", 0, [])]
-    total = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name().startswith(MARK):
-            moments.append((event.name().removeprefix(MARK), total, []))
-        elif event.name() == "[memory]":
-            total += event.nbytes()
-            moments[-1][2].append(event.nbytes())
-    return moments
+    return moments(profile)
 
 
 def _train(config: RunConfig, steps: int, gradients: bool) -> Any:
     """Some steps as train.py takes them, with the moments marked; returns the engine."""
     from memory.checkpointing import checkpoint_blocks
     from memory.policies import block_policies
-    from train import train_step
     from training import engine as project
 
     ranks = project.read_ranks()
@@ -198,13 +173,13 @@ def _train(config: RunConfig, steps: int, gradients: bool) -> Any:
     shape = section["train_micro_batch_size_per_gpu"], config.training.sequence_length + 1
     tokens = torch.randint(config.model.vocabulary_size, shape)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    _mark("build")
+    mark("build")
     initialize = project.deepspeed.initialize
 
     def marked_initialize(model: torch.nn.Module, **options: Any) -> Any:
         if gradients:
             _mark_gradients(model, "gradient")  # hooks run in the order in which they were set
-        _mark("initialize")
+        mark("initialize")
         return initialize(model=model, **options)
 
     project.deepspeed.initialize = marked_initialize
@@ -219,29 +194,24 @@ def _train(config: RunConfig, steps: int, gradients: bool) -> Any:
     methods = ("forward", "backward", "_backward_epilogue", "step")
     for kind, method in zip(("forward", "backward", "reduce", "step"), methods, strict=True):
         setattr(engine, method, _marked(getattr(engine, method), _counter(engine, kind)))
-    _mark("ready")
+    mark("ready")
     for _ in range(steps):
-        train_step(engine, itertools.repeat(batch))
-    _mark("end")
+        project.train_step(engine, itertools.repeat(batch))
+    mark("end")
     return engine
-
-
-def _mark(name: str) -> None:
-    with record_function(MARK + name):
-        pass
 
 
 def _mark_gradients(model: torch.nn.Module, kind: str) -> None:
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda _, name=name: _mark(f"{kind} {name}")  # type: ignore[misc]
+            lambda _, name=name: mark(f"{kind} {name}")  # type: ignore[misc]
         )
 
 
 def _marked(function: Callable[..., Any], name: Callable[[], str]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        _mark(name())
+        mark(name())
         return function(*arguments, **options)
 
     return call
@@ -268,9 +238,9 @@ def main() -> None:
     parser.add_argument("--changes", action="store_true", help="each allocation and release too")
     options = parser.parse_args()
     config = load_config(options.config, options.overrides)
-    (moments,) = measure({"run": config}, options.ranks, options.steps, options.gradients).values()
+    (found,) = measure({"run": config}, options.ranks, options.steps, options.gradients).values()
     print(f"{'moment':<48}{'start':>16}{'peak':>16}{'end':>16}  bytes")
-    for moment in moments:
+    for moment in found:
         print(f"{moment.name:<48}{moment.start:>16,}{moment.peak:>16,}{moment.end:>16,}")
         if options.changes:
             print("  " + " ".join(f"{change:+,}" for change in moment.changes))

@@ -32,8 +32,7 @@ from memory.policies import Policy, block_policies
 from memory.recompute import apply_policies
 from model.config import ModelConfig
 from model.gpt import build
-from train import train_step
-from training.engine import build_engine, read_ranks, start_process_group
+from training.engine import build_engine, read_ranks, start_process_group, train_step
 
 REFERENCE = "quickstart"
 WIDE: dict[str, Any] = {"width": 1024, "heads": 16, "max_sequence_length": 512}

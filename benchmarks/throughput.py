@@ -36,8 +36,7 @@ from configs.schema import RunConfig
 from model.flops import training_flops_per_token
 from model.gpt import build
 from model.huggingface import export_state_dict, to_transformers_config
-from train import train_step
-from training.engine import build_engine, read_ranks, start_process_group
+from training.engine import build_engine, read_ranks, start_process_group, train_step
 
 BATCH, LENGTH = 8, 256
 Step = Callable[[], Tensor]

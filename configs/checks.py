@@ -53,12 +53,9 @@ STAGE_1_2_KEYS = {
 
 def problems_of(config: RunConfig, section: Mapping[str, Any], device: str) -> list[str]:
     """Every setting of a resolved section that DeepSpeed ignores, misreads or crashes on."""
-    driven = {key: value for key, value in section.items() if key not in NOT_DRIVEN}
-    lines = [
-        f"deepspeed.{key}: has no effect in this trainer: {reason}"
-        for key, reason in NOT_DRIVEN.items()
-        if not _is_off(section.get(key))
-    ]
+    idle = [key for key in NOT_DRIVEN if key in section and not _is_off(section[key])]
+    driven = {key: value for key, value in section.items() if key not in idle}
+    lines = [f"deepspeed.{key}: has no effect in this trainer: {NOT_DRIVEN[key]}" for key in idle]
     lines += section_problems(driven)
     lines += _zero(_block(section, "zero_optimization"), section)
     lines += _checkpointing(config, section, device)
@@ -78,7 +75,9 @@ def _offload_device(zero: dict[str, Any], key: str) -> Any:
 
 
 def _is_off(value: Any) -> bool:
-    return not value or (isinstance(value, dict) and value.get("enabled") is False)
+    return (
+        value is False or value == {} or (isinstance(value, dict) and value.get("enabled") is False)
+    )
 
 
 def _zero(block: dict[str, Any], section: Mapping[str, Any]) -> Iterator[str]:
@@ -208,7 +207,7 @@ def _data_types(section: Mapping[str, Any]) -> Iterator[str]:
 
 def _other(section: Mapping[str, Any]) -> Iterator[str]:
     zero = _block(section, "zero_optimization")
-    if section.get("aio") and all(_offload_device(zero, key) != "nvme" for key in OFFLOADS):
+    if _block(section, "aio") and all(_offload_device(zero, key) != "nvme" for key in OFFLOADS):
         yield "deepspeed.aio: used for offload to nvme only, and there is none; leave it out"
     if section.get("managed_gradient_accumulation") is False:
         yield (
@@ -317,7 +316,7 @@ def warnings_of(config: RunConfig, section: Mapping[str, Any], world_size: int) 
             "deepspeed.zero_force_ds_cpu_optimizer: no effect; DeepSpeed asks for it only when "
             "the optimizer is an object of the caller, not named in the configuration"
         )
-    checkpointed = config.activation_checkpointing.policies.keys() - {"none"}
+    checkpointed = set(config.activation_checkpointing.policies) - {"none"}  # or "auto"
     if _block(section, "activation_checkpointing") and not checkpointed:
         lines.append(f"{CHECKPOINTING}: no effect; activation_checkpointing.policies is empty")
     return lines + _accumulation(section, zero)

@@ -63,6 +63,11 @@ def resolve(config: RunConfig, hardware: Hardware, *, ask_deepspeed: bool = True
     problems += _resolve_optimizer(section)
     problems += resolve_scheduler(section, config.training.max_steps)
     problems += _leftover_auto(section, "deepspeed")
+    if config.training.expandable_segments and hardware.device == "cpu":
+        problems.append(
+            "training.expandable_segments: the segments are those of CUDA's allocator, and a CPU "
+            "has no caching allocator; leave it out"
+        )
     named = {line.partition(":")[0] for line in problems}
     checked = checks.problems_of(config, section, hardware.device) if ask_deepspeed else []
     problems += [line for line in checked if line.partition(":")[0] not in named]
@@ -186,29 +191,30 @@ def _batch_problem(train: int, micro: int, accumulation: int, world_size: int) -
 
 def _resolve_precision(section: dict[str, Any], hardware: Hardware) -> list[str]:
     """ "auto" in either block: bf16 where the hardware has it, else fp16 on a GPU, else float32."""
-    blocks: dict[str, dict[str, Any]] = {}
-    for kind in ("bf16", "fp16"):
-        block = section.get(kind, {})
-        if not isinstance(block, dict):
-            return [f'deepspeed.{kind}: expected an object such as {{"enabled": true}}']
-        blocks[kind] = block
+    given = {kind: section.get(kind, {}) for kind in ("bf16", "fp16")}
+    blocks = {kind: block for kind, block in given.items() if isinstance(block, dict)}
+    problems = [
+        f'deepspeed.{kind}: expected an object such as {{"enabled": true}}, got {block!r}'
+        for kind, block in given.items()
+        if kind not in blocks
+    ]
     wanted = {kind: block.get("enabled", False) for kind, block in blocks.items()}
     if "auto" in wanted.values():
         best = ("bf16" if hardware.bf16 else "fp16") if hardware.device == "cuda" else None
         for kind in blocks:
             section[kind] = {**blocks[kind], "enabled": kind == best}
-        return []
-    problems = [
+        return problems
+    problems += [
         f'deepspeed.{kind}.enabled: expected true, false or "auto", got {value!r}'
         for kind, value in wanted.items()
         if not isinstance(value, bool)
     ]
-    if wanted["bf16"] is True and wanted["fp16"] is True:
+    if all(wanted.get(kind) is True for kind in given):
         problems.append("deepspeed: bf16 and fp16 are both enabled; a run has one precision")
-    if wanted["fp16"] is True and hardware.device == "cpu":
+    if wanted.get("fp16") is True and hardware.device == "cpu":
         problems.append(
-            "deepspeed.fp16.enabled: DeepSpeed has no float16 on a CPU; "
-            'use "auto" (float32 here) or bf16'
+            "deepspeed.fp16.enabled: this trainer has no float16 on a CPU: DeepSpeed takes it only "
+            'where torch multiplies it in hardware; use "auto" (float32 here) or bf16'
         )
     return problems
 
@@ -220,7 +226,9 @@ def _resolve_zero(section: dict[str, Any], parameters: int) -> list[str]:
     """
     block = section.setdefault("zero_optimization", {"stage": 0})
     if not isinstance(block, dict):
-        return ['deepspeed.zero_optimization: expected an object such as {"stage": 2}']
+        return [
+            f'deepspeed.zero_optimization: expected an object such as {{"stage": 2}}, got {block!r}'
+        ]
     if block.get("stage", 0) in (1, 2, 3) and block.get("reduce_bucket_size", "auto") == "auto":
         block["reduce_bucket_size"] = min(REDUCE_BUCKET_SIZE, parameters)
     return []
@@ -239,8 +247,8 @@ def _resolve_clipping(section: dict[str, Any]) -> list[str]:
 
 def offloads_optimizer(section: Mapping[str, Any]) -> bool:
     """Whether optimizer states and the update live in host memory or on NVMe."""
-    offload = section.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return bool(offload) and offload.get("device", "none") != "none"
+    offload = _value(section, "zero_optimization", "offload_optimizer")
+    return isinstance(offload, dict) and offload.get("device", "none") != "none"
 
 
 def _resolve_optimizer(section: dict[str, Any]) -> list[str]:
@@ -252,8 +260,14 @@ def _resolve_optimizer(section: dict[str, Any]) -> list[str]:
     """
     block = section.get("optimizer")
     if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-        return ['deepspeed.optimizer: expected {"type": "AdamW", "params": {"lr": ...}}']
+        return [
+            'deepspeed.optimizer: expected {"type": "AdamW", "params": {"lr": ...}}, got '
+            f"{block!r}"
+        ]
     params = block.setdefault("params", {})
+    if not isinstance(params, dict):
+        block["params"] = {}  # or DeepSpeed's parser reports it a second time
+        return [f'deepspeed.optimizer.params: expected {{"lr": ...}}, got {params!r}']
     lr = params.get("lr")
     if not isinstance(lr, int | float) or isinstance(lr, bool) or not 0 <= lr < math.inf:
         return [f"deepspeed.optimizer.params.lr: expected a number of at least 0, got {lr!r}"]

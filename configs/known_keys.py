@@ -50,8 +50,13 @@ def section_problems(section: Mapping[str, Any]) -> list[str]:
     lines = _unknown_keys((), section, known)
     named = {line.partition(":")[0] for line in lines}
     for key, value in section.items():
-        if key in known and f"deepspeed.{key}" not in named:
-            lines += _values_of((key,), value) if isinstance(value, dict) else []
+        if key not in known or f"deepspeed.{key}" in named:
+            continue
+        if isinstance(value, dict):
+            lines += _values_of((key,), value) + _parser_refuses(key, value)
+        elif is_section(key):
+            lines.append(f"deepspeed.{key}: expected an object {{...}}, got {value!r}")
+        else:
             lines += _parser_refuses(key, value)
     return lines
 
@@ -99,6 +104,11 @@ def _nested(path: Path, value: Any) -> dict[str, Any]:
         value = {key: value}
     nested: dict[str, Any] = value
     return nested
+
+
+def is_section(key: str) -> bool:
+    """Whether DeepSpeed looks for keys in it."""
+    return bool(keys_read((key,), {})) or _refuses_unknown_keys((key,))
 
 
 def _refuses_unknown_keys(path: Path) -> bool:
@@ -169,13 +179,4 @@ def _explained(error: ValidationError, prefix: str) -> list[str]:
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
     models: list[type[BaseModel]] = DeepSpeedConfigModel.__subclasses__()
-    model = next(model for model in models if model.__name__ == error.title)
-    known = [field.alias or name for name, field in model.model_fields.items()]
-    try:
-        return explain(error, model, prefix)
-    except (KeyError, StopIteration):  # a section under its alias, or of no fixed form
-        return [
-            f"{prefix}{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
-            + (f"; {nearest(str(detail['loc'][0]), known)}" if len(detail["loc"]) == 1 else "")
-            for detail in error.errors()
-        ]
+    return explain(error, next(m for m in models if m.__name__ == error.title), prefix)

@@ -29,24 +29,36 @@ def resolve_scheduler(section: dict[str, Any], max_steps: int) -> list[str]:
     if block is None:
         return []
     if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-        return ['deepspeed.scheduler: expected {"type": "WarmupCosineLR", "params": {...}}']
+        return [
+            'deepspeed.scheduler: expected {"type": "WarmupCosineLR", "params": {...}}, got '
+            f"{block!r}"
+        ]
     params = block.setdefault("params", {})
     if block["type"] not in SCHEDULES:
         return [f"deepspeed.scheduler.type: expected one of {', '.join(SCHEDULES)}"]
-    lr = section.get("optimizer", {}).get("params", {}).get("lr")
+    if not isinstance(params, dict):
+        return [f"deepspeed.scheduler.params: expected an object {{...}}, got {params!r}"]
     defaults: dict[str, Any] = {"warmup_num_steps": 1000, "warmup_type": "log"}
     if block["type"] != "WarmupLR":
         defaults["total_num_steps"] = max_steps
     if block["type"] == "WarmupCosineLR":
         defaults |= {"warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001}
     else:
-        defaults |= {"warmup_min_lr": 0.0, "warmup_max_lr": lr}
+        defaults |= {"warmup_min_lr": 0.0, "warmup_max_lr": _peak(section)}
     unknown = [key for key in params if key not in defaults]
     if unknown:
         known = ", ".join(sorted(defaults))
         return [f"deepspeed.scheduler.params.{key}: unknown key; known: {known}" for key in unknown]
     params.update({k: v for k, v in defaults.items() if params.get(k, "auto") == "auto"})
     return _check_schedule(block)
+
+
+def _peak(section: Mapping[str, Any]) -> Any:
+    """The optimizer's learning rate; None where there is none, which is reported elsewhere."""
+    node: Any = section
+    for key in ("optimizer", "params", "lr"):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node
 
 
 def _check_schedule(block: dict[str, Any]) -> list[str]:

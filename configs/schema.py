@@ -62,6 +62,13 @@ class TrainingConfig(Section):
     """Coefficient of the squared log-partition function, added to the training loss."""
     compile_blocks: bool = False
     """Compile each block with torch.compile, which needs a C++ compiler on a CPU."""
+    expandable_segments: bool = False
+    """Let torch's CUDA allocator grow its segments, against fragmentation."""
+    rehearse: bool | None = None
+    """Whether a step that changes nothing comes first, to see that it fits; left out: on a GPU."""
+    on_out_of_memory: Literal["stop", "adapt"] = "stop"
+    """What a rehearsal that does not fit leads to: "adapt" recomputes more, then halves the
+    micro-batch and doubles the accumulation, until it fits."""
     decay_embeddings: bool = True
     """Whether weight decay applies to embeddings (a tied output head is one)."""
 
@@ -76,15 +83,22 @@ class ActivationCheckpointing(Section):
     """"deepspeed" applies the deepspeed section's own activation_checkpointing block."""
     reentrant: bool = False
     """The deepspeed backend's older implementation, DeepSpeed's own default."""
-    policies: dict[Literal["none", "selective", "full", "offload"], Blocks] = Field({})
+    policies: Literal["auto"] | dict[Literal["none", "selective", "full", "offload"], Blocks] = (
+        Field({})
+    )
+    """"auto": those of least step time that fit the memory budget (memory/fit.py)."""
+    memory_budget: str | None = None
+    """For "auto": bytes of one rank's device, as in "70GiB"; left out, all it has."""
 
     @model_validator(mode="after")
     def _check_backend(self) -> ActivationCheckpointing:
-        if self.backend == "deepspeed":
+        if self.memory_budget is not None and self.policies != "auto":
+            raise ValueError('memory_budget: read only where policies is "auto"')
+        if self.backend == "deepspeed" and isinstance(self.policies, dict):
             others = self.policies.keys() - {"none", "full"}
             if others:
                 raise ValueError(f'backend "deepspeed" has no policy {sorted(others)[0]!r}')
-        elif self.reentrant:
+        if self.backend == "torch" and self.reentrant:
             raise ValueError('reentrant: only the backend "deepspeed" has a reentrant form')
         return self
 
@@ -246,7 +260,10 @@ def _field_names(schema: type[BaseModel], location: list[str]) -> list[str]:
     for part in location:
         if part.isdigit():
             continue
-        annotation = schema.model_fields[part].annotation
+        fields = schema.model_fields
+        # Under its name or its alias: some of DeepSpeed's sections take both.
+        field = fields.get(part) or next(f for f in fields.values() if f.alias == part)
+        annotation = field.annotation
         candidates = [annotation, *getattr(annotation, "__args__", ())]
         schema = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
     return sorted({field.alias or name for name, field in schema.model_fields.items()})

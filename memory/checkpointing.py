@@ -8,17 +8,21 @@ from typing import Any
 
 import deepspeed
 from deepspeed.runtime.activation_checkpointing.offload_activations import _ActivationOffloadEngine
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from configs.schema import RunConfig
+from configs.schema import ConfigError, RunConfig
 from memory.policies import Policy
-from memory.recompute import apply_policies, recompute
-from model.gpt import Rotary
+from memory.recompute import Block, apply_policies, recompute
+from model.gpt import GPT, Rotary
 
 
 def checkpoint_blocks(engine: Any, config: RunConfig, policies: Sequence[Policy]) -> None:
-    """Make each block of an engine's GPT keep what its policy says, from the next step on."""
+    """Make each block of an engine's GPT keep what its policy says, from the next step on.
+
+    Raises:
+        ConfigError: reentrant checkpoints, and the model and ZeRO stage do not go with them.
+    """
     settings = config.activation_checkpointing
     if settings.backend == "torch":
         offload = None
@@ -26,13 +30,35 @@ def checkpoint_blocks(engine: Any, config: RunConfig, policies: Sequence[Policy]
             offload = partial(_offload, engine=_ActivationOffloadEngine(min_offload_bytes=0))
         apply_policies(engine.module, policies, offload=offload)
         return
+    if settings.reentrant and engine.zero_optimization_stage() >= 2:
+        _refuse_shared_parameters(engine.module, policies)
     options = config.deepspeed.get("activation_checkpointing", {})
     configure_deepspeed(options, engine.mpu, policies.count("full"))
     apply_policies(engine.module, policies, full=_reentrant if settings.reentrant else _deepspeed)
 
 
+def _refuse_shared_parameters(model: GPT, policies: Sequence[Policy]) -> None:
+    """Reentrant checkpoints run a backward pass of their own, which counts as a use of its own."""
+    checkpointed = {
+        parameter
+        for block, policy in zip(model.blocks, policies, strict=True)
+        for parameter in (block.parameters() if policy == "full" else ())
+    }
+    names: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(parameter, name)
+        if first != name and parameter in checkpointed:
+            raise ConfigError(
+                [
+                    f"activation_checkpointing.reentrant: {first} is also {name}, and from ZeRO "
+                    "stage 2 on DeepSpeed asserts that a parameter's gradient comes once a step; "
+                    "reentrant checkpoints give one for each use: set it to false"
+                ]
+            )
+
+
 def _offload(
-    block: nn.Module, x: Tensor, rotary: Rotary | None, engine: _ActivationOffloadEngine
+    block: Block, x: Tensor, rotary: Rotary | None, engine: _ActivationOffloadEngine
 ) -> Tensor:
     """The checkpoint's saved input goes to the host on DeepSpeed's side stream, and comes back."""
 
@@ -65,10 +91,10 @@ def configure_deepspeed(options: dict[str, Any], mpu: Any, checkpointed_blocks: 
     )
 
 
-def _deepspeed(block: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
+def _deepspeed(block: Block, x: Tensor, rotary: Rotary | None) -> Tensor:
     # Rotary tables are no argument: they would be partitioned over ranks, too.
-    return deepspeed.checkpointing.non_reentrant_checkpoint(partial(block, rotary=rotary), x)
+    return deepspeed.checkpointing.non_reentrant_checkpoint(lambda x: block(x, rotary), x)
 
 
-def _reentrant(block: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
-    return deepspeed.checkpointing.checkpoint(partial(block, rotary=rotary), x)
+def _reentrant(block: Block, x: Tensor, rotary: Rotary | None) -> Tensor:
+    return deepspeed.checkpointing.checkpoint(lambda x: block(x, rotary), x)

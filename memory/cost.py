@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from memory.activations import Traced, Work
+from memory.activations import Traced
 from memory.policies import Policy
+from memory.tape import Work
 
 
 class Speeds(NamedTuple):

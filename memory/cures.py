@@ -18,6 +18,8 @@ ZERO = "deepspeed.zero_optimization"
 MICRO_BATCH = "deepspeed.train_micro_batch_size_per_gpu"
 ACCUMULATION = "deepspeed.gradient_accumulation_steps"
 POLICIES = "activation_checkpointing.policies"
+LEAST_SAVING = 0.03
+"""Of the predicted peak: a step towards less memory is at least this large."""
 SEARCHED = ("micro_batch", "zero_stage", "offload")
 
 
@@ -68,6 +70,26 @@ def policy_cure(config: RunConfig, machine: Machine) -> Cure:
     """Other policies alone: the cheapest that fit, or else those that need least."""
     plan = fit(Planner(config, machine), alternatives=False).plan
     return Cure({POLICIES: as_names(plan.policies)}, machine, plan)
+
+
+def milder(config: RunConfig, machine: Machine, now: Plan) -> Cure | None:
+    """The next-cheapest settings that need less, for a run that turned out not to fit.
+
+    Other policies first, then half the micro-batch with twice the accumulation, which leaves the
+    global batch and the order of the samples as they are. None where nothing needs less.
+    """
+    less = int(now.gpu.peak.total * (1 - LEAST_SAVING))
+    limit = less if machine.gpu_memory is None else min(less, machine.gpu_memory)
+    below = machine._replace(gpu_memory=limit)
+    cure = policy_cure(config, below)
+    section = Planner(config, machine).section
+    micro, steps = section[MICRO_BATCH.split(".")[1]], section[ACCUMULATION.split(".")[1]]
+    while not cure.plan.fits and micro % 2 == 0:
+        micro, steps = micro // 2, steps * 2
+        changes = {MICRO_BATCH: micro, ACCUMULATION: steps}
+        plan = fit(Planner(changed(config, changes), below), alternatives=False).plan
+        cure = Cure({**changes, POLICIES: as_names(plan.policies)}, below, plan)
+    return cure if cure.plan.fits else None
 
 
 def search(config: RunConfig, machine: Machine, over: frozenset[str]) -> Cure:

@@ -38,8 +38,7 @@ def diagnose(
     `plan` is the run's as it is, on the machine that it ran on; without it and `config` the cures
     are general ones.
     """
-    # A key of training that not every config has.
-    expandable = bool(config and getattr(config.training, "expandable_segments", False))
+    expandable = config is not None and config.training.expandable_segments
     rule = rule_of(observation, expandable_segments=expandable)
     cures, missing, beside = general(rule, observation), observation.figures.requested, None
     if config and plan:

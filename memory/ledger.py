@@ -42,10 +42,13 @@ class Ledger:
     """Where the device is the CPU there is one place, "gpu", and the host's bytes are in it."""
     alive: dict[Place, Counter[Category]] = field(default_factory=dict)
     timeline: dict[Place, list[Sample]] = field(default_factory=dict)
+    starts: dict[Place, list[int]] = field(default_factory=dict)
+    """Bytes alive as each moment of the timeline began."""
 
     def __post_init__(self) -> None:
         self.alive = {place: Counter() for place in self.places}
         self.timeline = {place: [] for place in self.places}
+        self.starts = {place: [] for place in self.places}
         self._totals = dict.fromkeys(self.places, 0)
         self._peaks = dict.fromkeys(self.places, 0)
         self.begin("start")
@@ -53,6 +56,7 @@ class Ledger:
     def begin(self, moment: str) -> None:
         for place in self.places:
             self.timeline[place].append(Sample(moment, 0, {}))
+            self.starts[place].append(self._totals[place])
             self._sample(place)
 
     def allocate(self, category: Category, size: int, place: Place = "gpu") -> None:
@@ -76,6 +80,9 @@ class Ledger:
         """Book what is alive already under another category."""
         self.free(source, size, place)
         self.allocate(target, size, place)
+
+    def total(self, place: Place = "gpu") -> int:
+        return self._totals[place]
 
     def peak(self, place: Place = "gpu") -> Sample:
         return max(self.timeline[place], key=lambda sample: sample.total)

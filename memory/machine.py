@@ -19,6 +19,8 @@ class Machine(NamedTuple):
     """Bytes of one node's main memory."""
     kind: str = "H100"
     """A row of memory.cost.SPEEDS. On "CPU" a rank's device is the host itself."""
+    bf16: bool = True
+    """Whether a GPU multiplies bfloat16 matrices; what "auto" as precision depends on."""
 
     @property
     def device(self) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 # Tensors of a weight's size that each keeps, by lower-case type; settings that add one are below.
@@ -11,6 +12,7 @@ STATES = {
     "lion": 1, "nadam": 2, "radam": 2, "rmsprop": 1, "rprop": 2, "sgd": 0,
 }  # fmt: skip
 ADDING_ONE = ("amsgrad", "centered", "momentum")
+FLOAT32 = 4
 UNKNOWN = 2
 """Assumed of a type that is not listed: as many as Adam."""
 
@@ -19,39 +21,42 @@ class Optimizer(NamedTuple):
     """Counted in elements of the weights that it updates."""
 
     states: int
-    temporaries: int
-    """Copies alive at once during an update."""
+    copies: int
+    """Alive at once during an update."""
     at_once: bool
     """Whether the copies are of all the weights of a group, or of one weight after the other."""
-    wide: bool
-    """States are float32 whatever the weights that are updated are."""
+    wide: int = 0
+    """Bytes of an element of its states, where that is not of the weights' type."""
+
+    def borrowed(self, sizes: Sequence[int]) -> int:
+        """Most elements that an update of one group borrows."""
+        if self.at_once or not self.copies:
+            return sum(sizes) * self.copies
+        # The last copy of a weight is alive until that of the next has been made.
+        return max(before + size * self.copies for before, size in pairwise([0, *sizes]))
 
 
 def optimizer_of(section: Mapping[str, Any], device: str) -> Optimizer:
     """The optimizer of a resolved section, which updates weights on `device`.
 
-    Adam's temporaries were read in torch.optim.adam and measured on a CPU: the fused kernel and
-    DeepSpeed's have none, foreach holds the square roots of the second moments, the loop over
-    weights the same and its quotient. Adam with L2 decay adds the decayed gradients. For other
-    types one copy is assumed.
+    Adam's copies were read in torch.optim.adam and measured on a CPU: the fused kernel and
+    DeepSpeed's own have none, foreach the square roots of the second moments, the loop over weights
+    these and their quotient. Adam's L2 decay and SGD's add the decayed gradients. Of other types
+    one copy is assumed.
     """
     block = section["optimizer"]
     kind, params = block["type"].lower(), block.get("params", {})
     states = STATES.get(kind, UNKNOWN) + sum(bool(params.get(key)) for key in ADDING_ONE)
+    # torch.optim.optimizer._default_to_fused_or_foreach: foreach by default on a GPU only
+    foreach = device == "cuda" if params.get("foreach") is None else bool(params["foreach"])
+    decays = bool(params.get("weight_decay"))
     if kind not in ("adam", "adamw"):
-        return Optimizer(states, 1, _is_foreach(params, device), wide=False)
+        return Optimizer(states, decays if kind == "sgd" else 1, foreach)
     if not params.get("torch_adam"):
         narrow = section.get("bf16", {}).get("bf16_optimizer_states")
         wide = device == "cpu" and not narrow and params.get("fp32_optimizer_states", True)
-        return Optimizer(states, 0, True, wide)
+        return Optimizer(states, 0, True, FLOAT32 if wide else 0)
     if params.get("fused"):
-        return Optimizer(states, 0, True, wide=False)
-    foreach = _is_foreach(params, device)
-    adds_decay = not params.get("adam_w_mode", kind == "adamw") and params.get("weight_decay")
-    return Optimizer(states, (1 if foreach else 2) + bool(adds_decay), foreach, wide=False)
-
-
-def _is_foreach(params: Mapping[str, Any], device: str) -> bool:
-    """torch.optim.optimizer._default_to_fused_or_foreach: by default on a GPU only."""
-    foreach = params.get("foreach")
-    return device == "cuda" if foreach is None else bool(foreach)
+        return Optimizer(states, 0, True)
+    adds_decay = decays and kind == "adam" and not params.get("adam_w_mode")
+    return Optimizer(states, (1 if foreach else 2) + adds_decay, foreach)

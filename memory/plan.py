@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
+def add_machine(parser: argparse._ActionsContainer) -> None:
     """Options that describe hardware."""
     parser.add_argument("--gpus", type=_count, default=1, help="ranks, over all nodes")
     parser.add_argument("--gpus-per-node", type=_count, default=8)
@@ -114,7 +114,7 @@ def _next_best(chosen: Plan, other: Plan) -> str:
     )
 
 
-def show(chosen: Plan, notes: Sequence[str], others: Sequence[Cure]) -> None:
+def show(chosen: Plan, notes: Sequence[str] = (), others: Sequence[Cure] = ()) -> None:
     """Print a plan so that it is understood in ten seconds."""
     console = Console(soft_wrap=True)
     table = Table(box=None, pad_edge=False)

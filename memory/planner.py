@@ -98,7 +98,9 @@ class Planner:
     """A run on a machine: everything that does not depend on the blocks' policies, done once."""
 
     def __init__(self, config: RunConfig, machine: Machine) -> None:
-        hardware = Hardware(machine.gpus, machine.device, bf16=machine.device == "cuda")
+        hardware = Hardware(
+            machine.gpus, machine.device, bf16=machine.bf16 and machine.device == "cuda"
+        )
         self.config, self.machine = config, machine
         self.section = resolve(config, hardware, ask_deepspeed=False)
         self.dtype = precision(self.section)
@@ -112,6 +114,9 @@ class Planner:
             element=self.dtype.itemsize,
             accumulation_steps=self.section["gradient_accumulation_steps"],
             device=machine.device,
+            device_memory=None
+            if machine.device == "cpu" or machine.gpu_memory is None
+            else machine.gpu_memory - self._gpu_allowance(),
         )
 
     @functools.cached_property
@@ -127,8 +132,8 @@ class Planner:
         early_stop = settings.backend == "torch"
         return _trace(self.config.model, shape, training.loss, training.z_loss, early_stop)
 
-    def timelines(self, policies: Sequence[Policy]) -> dict[str, list[Sample]]:
-        """What one rank has alive, without allowances, by place."""
+    def replay(self, policies: Sequence[Policy]) -> Ledger:
+        """What one rank has alive in initialisation and two steps, without allowances."""
         on_cpu = self.machine.device == "cpu"
         ledger = Ledger(
             granularity=1 if on_cpu else CUDA_GRANULARITY,
@@ -136,11 +141,11 @@ class Planner:
         )
         tied = self.config.model.tied_embeddings
         Timeline(ledger, self.traced, policies, states_of(self.setup), tied=tied).run()
-        return {place: ledger.timeline[place] for place in ledger.places}
+        return ledger
 
     def plan(self, policies: Sequence[Policy]) -> Plan:
         machine = self.machine
-        timelines = self.timelines(policies)
+        timelines = self.replay(policies).timeline
         ranks = machine.ranks_per_node
         host = [_scaled(sample, ranks) for sample in timelines.get("host", [])]
         if machine.device == "cpu":

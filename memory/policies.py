@@ -29,6 +29,7 @@ def block_policies(
     Raises:
         ConfigError: all blocks that do not exist or are named twice, and offload from a CPU.
     """
+    assert settings.policies != "auto", "memory/fit.py chooses those"
     chosen: dict[int, Policy] = {}
     problems: list[str] = []
     if device == "cpu" and "offload" in settings.policies:

@@ -170,10 +170,11 @@ def device_limit(observation: Observation, plan: Plan) -> int:
     the least that the device is known to have.
     """
     figures, peak = observation.figures, plan.gpu.peak.total
-    known = plan.machine.gpu_memory
-    if known is None and figures.capacity is not None:
-        known = figures.capacity - (observation.others or 0)
-    if known is None or known >= peak:
+    limits = [] if plan.machine.gpu_memory is None else [plan.machine.gpu_memory]
+    if figures.capacity is not None:
+        limits.append(figures.capacity - (observation.others or 0))
+    known = min(limits, default=peak)
+    if known >= peak:
         known = _survived(observation, plan)
     return max(0, min(known, peak - (figures.requested or 1)))
 

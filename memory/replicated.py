@@ -26,6 +26,10 @@ class ReplicatedStates(States):
         self.gradients: dict[str, int] = {}
         """Bytes, by parameter."""
 
+    @property
+    def sizes_by_group(self) -> list[list[int]]:
+        return [[p.size for p in group.parameters] for group in self.setup.groups]
+
     def gradient(self, ledger: Ledger, parameter: Parameter) -> None:
         size = parameter.size * self.setup.element
         if parameter.name in self.gradients:
@@ -57,8 +61,7 @@ class Float32States(ReplicatedStates):
             ledger.allocate("parameters", parameter.size * FLOAT32)
 
     def step(self, ledger: Ledger, *, first: bool) -> None:
-        sizes = [parameter.size for parameter in self.setup.parameters]
-        update(ledger, self.setup, sizes, FLOAT32, first=first)
+        update(ledger, self.setup, self.sizes_by_group, FLOAT32, first=first)
         self.release_gradients(ledger)
 
 
@@ -73,22 +76,18 @@ class UnfusedStates(ReplicatedStates):
         for parameter in parameters:
             with borrowed(ledger, parameter.size * element):
                 ledger.allocate("master_weights", parameter.size * FLOAT32)
-        sizes = [parameter.size for parameter in parameters]
-        with borrowed(ledger, sum(sizes) * (element + FLOAT32)):
-            update(ledger, self.setup, sizes, FLOAT32, first=True)
+        count = sum(parameter.size for parameter in parameters)
+        with borrowed(ledger, count * (element + FLOAT32)):
+            update(ledger, self.setup, self.sizes_by_group, FLOAT32, first=True)
 
     def step(self, ledger: Ledger, *, first: bool) -> None:
         """step, and DeepSpeedEngine._take_model_step."""
-        wide = 0
-        for group in self.setup.groups:
-            sizes = [parameter.size * FLOAT32 for parameter in group.parameters]
-            borrow(ledger, max(sizes))  # get_weight_norm
-            for size in sizes:
-                ledger.allocate("gradients", size)
-            wide += sum(sizes)
-        sizes = [parameter.size for parameter in self.setup.parameters]
-        update(ledger, self.setup, sizes, FLOAT32, first=False)
-        ledger.free("gradients", wide)
+        for sizes in self.sizes_by_group:
+            borrow(ledger, max(sizes) * FLOAT32)  # get_weight_norm
+            ledger.allocate("gradients", sum(sizes) * FLOAT32)
+        update(ledger, self.setup, self.sizes_by_group, FLOAT32, first=False)
+        for sizes in self.sizes_by_group:
+            ledger.free("gradients", sum(sizes) * FLOAT32)
         self.release_gradients(ledger)
 
 
@@ -112,7 +111,7 @@ class FusedStates(ReplicatedStates):
             with borrowed(ledger, sum(sizes)):
                 ledger.allocate("master_weights", flat[-1] * FLOAT32)
         with borrowed(ledger, sum(flat) * FLOAT32):
-            update(ledger, self.setup, flat, FLOAT32, first=True)
+            update(ledger, self.setup, [[size] for size in flat], FLOAT32, first=True)
 
     def step(self, ledger: Ledger, *, first: bool) -> None:
         """step: each group's gradients become one float32 tensor."""
@@ -123,7 +122,7 @@ class FusedStates(ReplicatedStates):
                 ledger.allocate("gradients", sizes[-1] * FLOAT32)
             for parameter in group.parameters:
                 ledger.free("gradients", self.gradients.pop(parameter.name))
-        update(ledger, self.setup, sizes, FLOAT32, first=False)
+        update(ledger, self.setup, [[size] for size in sizes], FLOAT32, first=False)
         for size in sizes:
             ledger.free("gradients", size * FLOAT32)
 
@@ -168,6 +167,6 @@ class Bf16States(ReplicatedStates):
     def step(self, ledger: Ledger, *, first: bool) -> None:
         """step, and DeepSpeedEngine._take_model_step."""
         groups = self.setup.groups
-        update(ledger, self.setup, [group.share for group in groups], FLOAT32, first=first)
+        update(ledger, self.setup, [[group.share] for group in groups], FLOAT32, first=first)
         gather_weights(ledger, self.setup, groups)
         self.release_gradients(ledger)

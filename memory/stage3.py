@@ -1,13 +1,12 @@
-"""ZeRO stage 3: every parameter, gradient, master weight and optimizer state is cut over the ranks.
+"""States of ZeRO stage 3: parameters, gradients, master weights and optimizer states are all cut.
 
-DeepSpeed puts a parameter together when a module that holds it begins and takes it apart when the
-module ends. From the second forward and backward on it knows the order of the modules: it fetches
-ahead of use, and keeps what is needed again soon.
+DeepSpeedZeroOptimizer_Stage3 (runtime/zero/stage3.py) on parameters made under zero.Init; a
+method's docstring begins with the name of its counterpart there. Shares are padded, so all ranks
+hold the same.
 
-Measured on a CPU: all but what is said to be read only. On a CPU all ranks talk through gloo, which
-copies what it gathers or reduces and scatters; on CUDA the copies are not there (read). Also read
-only, as a CPU has neither: offload on CUDA (what lives in host memory, page-locked or not, and
-copies between the two) and offload to NVMe. Not modelled: quantized weights or gradients,
+Measured on a CPU, where gloo copies what it gathers or scatters; NCCL does not. Read, not measured:
+fp16, streams, offload to a host other than the device (its page-locked memory and the copies on the
+way), offload_optimizer.ratio, and NVMe. Left out: quantized weights and gradients,
 zero_hpz_partition_size, use_all_reduce_for_fetch_params, module_granularity_threshold and leaf
 modules, ZenFlow, SuperOffload.
 """
@@ -15,13 +14,12 @@ modules, ZenFlow, SuperOffload.
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
+from memory.coordinator import Coordinator, Shard, offload_device, shard_of
 from memory.ledger import Category, Ledger, Place
-from memory.states import Parameter, Setup, States
+from memory.states import FLOAT32, Parameter, Setup, States, borrow, borrowed, update
 
 # Defaults of deepspeed.runtime.zero.config and offload_config that decide sizes; a test compares.
 ZERO_DEFAULTS: dict[str, Any] = {
@@ -40,315 +38,48 @@ OPTIMIZER_OFFLOAD_DEFAULTS = {"buffer_count": 4, "pin_memory": True, "ratio": 1.
 PARAMETER_OFFLOAD_DEFAULTS = {
     "buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000, "pin_memory": True
 }  # fmt: skip
-DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "float32": 4, "float16": 2, "bfloat16": 2}
 NORM_ELEMENT = 8
-"""Norms are summed in float64 (deepspeed.runtime.zero.utils.get_norm_dtype)."""
-NORM_CHUNK = 250_000_000
-"""Elements of a norm's copy (DeepSpeedZeroOptimizer_Stage3._constant_buffered_norm2)."""
-SWAP_MINIMUM = 1024**2
-"""Smallest tensor in bytes that goes to NVMe (swap_tensor.constants MIN_AIO_BYTES)."""
-
-Status = Literal["partitioned", "in flight", "available"]
-NEVER = -(10**10)
-
-
-@dataclass(eq=False)
-class Shard:
-    """A parameter, its share on this rank, and where its whole is."""
-
-    parameter: Parameter
-    share: int
-    """Elements on one rank, the last one's padding included."""
-    padded: int
-    """Elements of all shares."""
-    persists: bool = False
-    status: Status = "partitioned"
-    held: int = 0
-    """Bytes of the whole, while it is together and no alias of the share."""
-    active: set[str] = field(default_factory=set)
-    handle: Gather | None = None
-    fetched_for: int = NEVER
-    """Step of the trace for which it was fetched last."""
-
-    @property
-    def size(self) -> int:
-        return self.parameter.size
-
-
-@dataclass(eq=False)
-class Gather:
-    """An all-gather that has been started (AllGatherCoalescedHandle and its kin)."""
-
-    shards: list[Shard]
-    buffer: int = 0
-    """Bytes of the one buffer that several parameters are gathered in, and copied from."""
-    staged: int = 0
-    """Bytes of the share's copy on the device, where it is kept elsewhere."""
-    complete: bool = False
-    waiting: set[Shard] = field(default_factory=set)
-
-
-class Coordinator:
-    """PartitionedParameterCoordinator: which parameters are together, and when."""
-
-    def __init__(self, shards: Sequence[Shard], zero: Mapping[str, Any], setup: Setup) -> None:
-        self.shards = shards
-        self.zero = zero
-        self.ranks, self.element = setup.data_ranks, setup.element
-        self.gloo = setup.device == "cpu"
-        self.staging = not self.gloo and offload_device(zero, "offload_param") != "none"
-        self.modules: dict[str, list[Shard]] = {}
-        for shard in shards:
-            name = shard.parameter.name.rpartition(".")[0]
-            self.modules.setdefault(name, []).append(shard)
-        if "head" not in self.modules:
-            self.modules["head"] = self.modules["token_embedding"]  # tied: both hold the weight
-        self.mode: Literal["invalid", "record", "complete"] = "invalid"
-        self.order: list[str] = []
-        self.queue: deque[tuple[Shard, int]] = deque()
-        self.step = 0
-        self.live = 0
-        """Elements of parameters that are together."""
-        self.entered: set[str] = set()
-        self.in_backward: dict[str, None] = {}
-        self.kept_apart: dict[tuple[str, int], frozenset[Shard]] = {}
-
-    def reset_step(self, ledger: Ledger) -> None:
-        """reset_step, before each forward of the model: the second one ends the recording."""
-        for shard in self.shards:
-            if shard.handle:
-                self._wait(ledger, shard)
-                self._apart(ledger, shard)
-            shard.fetched_for = NEVER
-        if self.mode == "record":
-            self.mode = "complete"
-        elif self.mode == "invalid":
-            self.mode = "record"
-        self.queue.clear()
-        if self.mode == "complete":
-            for step, module in enumerate(self.order):
-                self.queue.extend((shard, step) for shard in self.modules.get(module, ()))
-        self.step = self.live = 0
-        self.entered = set()
-
-    def enter(self, ledger: Ledger, module: str, *, backward: bool) -> None:
-        """Fetch what a module needs; the modules around it come first, and they fetch ahead, too.
-
-        A module around it is entered once in a forward, once in a recomputation and once in a
-        backward, just before its first module with parameters; the model is not recomputed.
-        """
-        phase = "backward" if backward else ("recomputed" if self.in_backward else "forward")
-        for around in containers(module):
-            if (around or phase != "recomputed") and f"{phase} {around}" not in self.entered:
-                self.entered.add(f"{phase} {around}")
-                self._fetch(ledger, around)
-                if backward:
-                    self.in_backward[around] = None
-        if backward:
-            self.in_backward[module] = None
-        self._fetch(ledger, module)
-
-    def _fetch(self, ledger: Ledger, module: str) -> None:
-        """_fetch_sub_module_impl."""
-        if self.mode == "record":
-            self.order.append(module)
-        wanted = self.modules.get(module, [])
-        self._gather(ledger, wanted)
-        for shard in wanted:
-            shard.active.add(module)
-            if shard.handle:
-                self._wait(ledger, shard)
-        if self.mode == "complete":
-            self._prefetch(ledger, wanted)
-        self.step += 1
-
-    def _prefetch(self, ledger: Ledger, wanted: Sequence[Shard]) -> None:
-        """From NVMe DeepSpeed fetches only what has been read by then: less than here (read)."""
-        due = sum(shard.fetched_for < self.step for shard in wanted)
-        popped: set[Shard] = set()
-        while self.queue and len(popped) < due:
-            shard, shard.fetched_for = self.queue.popleft()
-            popped.add(shard)
-        room = min(self.zero["max_live_parameters"] - self.live, self.zero["prefetch_bucket_size"])
-        ahead: list[Shard] = []
-        while self.queue and sum(shard.size for shard in ahead) < room:
-            shard, step = self.queue.popleft()
-            shard.fetched_for = max(shard.fetched_for, step)
-            if shard.status == "partitioned" and shard not in ahead:
-                ahead.append(shard)
-        self._gather(ledger, ahead)
-
-    def _gather(self, ledger: Ledger, shards: Iterable[Shard]) -> None:
-        """__all_gather_params and Init's all_gather_coalesced: started, not waited for.
-
-        Several parameters are gathered in one buffer, from which each is copied once it is needed;
-        the buffer stays until the last of them is. One alone is gathered in place.
-        """
-        apart = [shard for shard in shards if shard.status == "partitioned"]
-        if not apart:
-            return
-        handle = Gather(apart, waiting=set(apart))
-        share = self.element * sum(shard.share for shard in apart)
-        for shard in apart:
-            shard.status, shard.handle = "in flight", handle
-            self.live += shard.size
-        if self.ranks == 1:
-            for shard in apart:
-                self._hold(ledger, shard, self.element * shard.size if self.staging else 0)
-        elif self.zero["allgather_sequential"] or len(apart) == 1:
-            for shard in apart:
-                self._hold(ledger, shard, self.element * shard.padded)
-                self._collective(ledger, self.element * shard.padded)
-            handle.staged = share if self.staging else 0
-            ledger.allocate("transient", handle.staged)
-        else:
-            handle.buffer = share * self.ranks
-            ledger.allocate("transient", handle.buffer)
-            temporary(ledger, share if self.staging else 0)
-            self._collective(ledger, handle.buffer)
-
-    def _wait(self, ledger: Ledger, shard: Shard) -> None:
-        handle = shard.handle
-        assert handle is not None
-        if not handle.complete:
-            handle.complete = True
-            ledger.free("transient", handle.staged)
-            for other in handle.shards:
-                other.status = "available"
-                if handle.buffer:
-                    self._hold(ledger, other, self.element * other.size)
-        shard.handle = None
-        handle.waiting.discard(shard)
-        if not handle.waiting:
-            ledger.free("transient", handle.buffer)
-
-    def leave(self, ledger: Ledger, module: str, *, backward: bool) -> None:
-        """release_sub_module."""
-        wanted = self.modules.get(module, [])
-        apart = self._released_after(module) if self.mode == "complete" else wanted
-        if backward:
-            self.in_backward.pop(module, None)
-        for shard in wanted:
-            shard.active.discard(module)
-            if shard in apart:
-                self._apart(ledger, shard)
-
-    def _released_after(self, module: str) -> frozenset[Shard]:
-        """__params_to_release: decided once for each step of the trace."""
-        key = module, self.step
-        if key not in self.kept_apart:
-            wanted = self.modules[module]
-            apart = {s for s in wanted if not s.persists and s.fetched_for <= self.step}
-            passed = 0
-            for following in self.order[self.step :]:
-                if passed >= self.zero["max_reuse_distance"] or not apart:
-                    break
-                for shard in self.modules.get(following, ()):
-                    apart.discard(shard)
-                    passed += shard.size
-            self.kept_apart[key] = frozenset(apart)
-        return self.kept_apart[key]
-
-    def end_backward(self, ledger: Ledger) -> None:
-        """release_backward_leftovers: an embedding's input has no gradient to end it by."""
-        for module in self.in_backward:
-            for shard in self.modules.get(module, ()):
-                shard.active.discard(module)
-                if not shard.persists:
-                    self._apart(ledger, shard)
-        self.in_backward.clear()
-
-    def release_all(self, ledger: Ledger) -> None:
-        """release_and_reset_all, which begins an optimizer step."""
-        for shard in self.shards:
-            if shard.handle:
-                self._wait(ledger, shard)
-            shard.active.clear()
-            self._apart(ledger, shard)
-
-    def gather_now(self, ledger: Ledger, shards: Sequence[Shard]) -> None:
-        """Init's _all_gather, outside of forward and backward: each in a buffer of its own.
-
-        One rank gathers several parameters for nothing, but copies one alone.
-        """
-        apart = [shard for shard in shards if shard.status == "partitioned"]
-        alone = len(apart) == 1 or self.zero["allgather_sequential"]
-        staged = 0
-        for shard in apart:
-            share = self.element * shard.share if self.staging else 0
-            if self.ranks == 1 and not alone:
-                self._hold(ledger, shard, share)
-            else:
-                ledger.allocate("transient", share)
-                staged += share
-                self._hold(ledger, shard, self.element * shard.padded)
-                self._collective(ledger, self.element * shard.padded)
-            shard.status = "available"
-        ledger.free("transient", staged)
-
-    def take_apart(self, ledger: Ledger, shards: Iterable[Shard]) -> None:
-        """partition, outside of forward and backward."""
-        live = self.live
-        for shard in shards:
-            self._apart(ledger, shard)
-        self.live = live
-
-    def _apart(self, ledger: Ledger, shard: Shard) -> None:
-        """__release_param."""
-        if shard.status == "available" and not shard.active:
-            ledger.free("parameters", shard.held)
-            shard.held, shard.status = 0, "partitioned"
-            self.live -= shard.size
-
-    def _hold(self, ledger: Ledger, shard: Shard, size: int) -> None:
-        ledger.allocate("parameters", size)
-        shard.held = size
-
-    def _collective(self, ledger: Ledger, size: int) -> None:
-        """gloo gathers in a buffer of its own."""
-        temporary(ledger, size if self.gloo else 0)
+"""Norms are summed up in float64 (get_norm_dtype in runtime/zero/utils.py)."""
+NORM_ELEMENTS = 250_000_000
+"""At once (_constant_buffered_norm2)."""
+SMALLEST_SWAPPED = 1024**2
+"""Bytes of a tensor that goes to NVMe (MIN_AIO_BYTES in runtime/swap_tensor/utils.py)."""
 
 
 class Stage3States(States):
-    """DeepSpeedZeroOptimizer_Stage3 on parameters made under zero.Init.
-
-    Shares are cut with the padding of the last rank, so all ranks hold the same.
-    """
-
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.zero = zero_options(setup.section)
-        self.element = setup.element
+        self.zero = zero_options(setup.zero)
+        self.element, self.master = setup.element, setup.master_element
+        self.sums, self.sent = setup.accumulation_element, setup.communication_element
         self.shards = [shard_of(parameter, setup.data_ranks) for parameter in setup.parameters]
-        self._mark_persistent()
         self.by_name = {shard.parameter.name: shard for shard in self.shards}
+        self._mark_persistent()
         self.coordinator = Coordinator(self.shards, self.zero, setup)
-        self.sub_groups = [
-            group
-            for decays in (True, False)
-            for group in self._sub_groups([s for s in self.shards if s.parameter.decays == decays])
-        ]
-        offload = {**OPTIMIZER_OFFLOAD_DEFAULTS, **(self.zero.get("offload_optimizer") or {})}
-        self.offloads = offload_device(self.zero, "offload_optimizer") != "none"
-        self.swaps = offload_device(self.zero, "offload_optimizer") == "nvme"
-        self.on_device = int((1 - offload["ratio"]) * len(self.sub_groups)) if self.offloads else 0
-        self.pins = self.offloads and offload["pin_memory"] and setup.device != "cpu"
-        self.swap_buffers = offload["buffer_count"]
+        self.groups = [*self._sub_groups(decays=True), *self._sub_groups(decays=False)]
+        self.group_sizes = [sum(shard.share for shard in group) for group in self.groups]
+
+        self.device_is_host = setup.device == "cpu"
+        self.offloads = setup.offloads_optimizer
         self.home: Place = "host" if self.offloads else "gpu"
-        """Where gradients are kept, and master weights and optimizer states but for a ratio."""
-        precisions = {kind: setup.section.get(kind, {}) for kind in ("bf16", "fp16")}
-        narrow = any(
-            block.get("enabled") and block.get(f"{kind}_master_weights_and_grads")
-            for kind, block in precisions.items()
-        )
-        self.master = 2 if narrow else 4
-        sums = setup.section.get("data_types", {}).get("grad_accum_dtype")
-        self.sums = DTYPE_BYTES[sums] if sums else self.element
-        reduced = setup.section.get("communication_data_type")
-        self.reduced = DTYPE_BYTES[reduced] if reduced else self.element
+        """Of gradients; of master weights and optimizer states, too, but for a ratio's."""
+        optimizer = {**OPTIMIZER_OFFLOAD_DEFAULTS, **(self.zero.get("offload_optimizer") or {})}
+        self.pins = self.offloads and optimizer["pin_memory"] and not self.device_is_host
+        self.on_device = int((1 - optimizer["ratio"]) * len(self.groups)) if self.offloads else 0
+        """Sub-groups that offload_optimizer.ratio leaves there, the first ones."""
+        self.swap_buffers = optimizer["buffer_count"]
+        self.swaps = offload_device(self.zero, "offload_optimizer") == "nvme"
+
+        parameters = {**PARAMETER_OFFLOAD_DEFAULTS, **(self.zero.get("offload_param") or {})}
+        device = offload_device(self.zero, "offload_param")
+        self.shares_home: Place = "gpu" if device == "none" else "host"
+        self.pins_shares = device != "none" and parameters["pin_memory"] and not self.device_is_host
+        self.swaps_shares = device == "nvme"
+        self.parameter_offload = parameters
+
         self.bucket: list[Shard] = []
         self.own_gradients: set[Shard] = set()
-        """In the bucket's list, but too large for its buffer."""
+        """Of the bucket's list, those that are not in its buffer."""
         self.micro_batch = 0
         self.forward_is_next = True
 
@@ -356,20 +87,19 @@ class Stage3States(States):
         """DeepSpeedZeRoOffload.mark_persistent_parameters."""
         total = 0
         for shard in self.shards:
-            if total + shard.size > self.zero["model_persistence_threshold"]:
-                continue
-            if shard.size <= self.zero["param_persistence_threshold"]:
+            fits = total + shard.size <= self.zero["model_persistence_threshold"]
+            if fits and shard.size <= self.zero["param_persistence_threshold"]:
                 shard.persists = True
                 total += shard.size
 
-    def _sub_groups(self, group: list[Shard]) -> list[list[Shard]]:
-        """_create_fp16_sub_groups."""
+    def _sub_groups(self, *, decays: bool) -> list[list[Shard]]:
+        """_create_fp16_sub_groups: each is closed by the parameter that fills it."""
         limit = self.zero["sub_group_size"]
-        if not group or limit >= sum(shard.share for shard in group):
-            return [group] if group else []
-        found: list[list[Shard]] = [[]]
-        for shard in group:
-            if sum(other.share for other in found[-1]) >= limit:
+        found: list[list[Shard]] = []
+        for shard in self.shards:
+            if shard.parameter.decays != decays:
+                continue
+            if not found or sum(other.share for other in found[-1]) >= limit:
                 found.append([])
             found[-1].append(shard)
         return found
@@ -377,108 +107,125 @@ class Stage3States(States):
     def initialise(self, ledger: Ledger) -> None:
         self._build(ledger)
         self._flatten(ledger)
-        self._master_weights(ledger)
-        self._gradient_buffers(ledger)
+        self._make_master_weights(ledger)
+        self._make_gradients(ledger)
         for shard in self.shards:  # create_reduce_and_remove_grad_hooks
             self.coordinator.gather_now(ledger, [shard])
             self.coordinator.take_apart(ledger, [shard])
 
     def _build(self, ledger: Ledger) -> None:
-        """zero.Init: made in float32, converted, and cut once its module is made; then filled."""
-        place, category = self._share_home(), "parameters"
-        made = dict(self.coordinator.modules)  # a tied head is made with a weight of its own
-        for module in made.values():
+        """zero.Init cuts a module's parameters once it is made, in float32 and then converted.
+
+        Then each is gathered and filled. A tied head is made with a weight of its own, which cycles
+        of references hold until deepspeed.initialize collects them.
+        """
+        if self.swaps_shares:
+            options = self.parameter_offload
+            size = self.element * options["buffer_count"] * options["buffer_size"]
+            ledger.allocate("parameters", size, "host")
+        for module in self.coordinator.modules.values():
             for shard in module:
                 ledger.allocate("transient", self.element * shard.size)
-                temporary(ledger, 4 * shard.size if self.element != 4 else 0)
+                borrow(ledger, FLOAT32 * shard.size if self.element != FLOAT32 else 0)
             for shard in module:
-                self._allocate(ledger, category, self.element * shard.share, place, self._pins())
+                self._allocate_share(ledger, shard)
                 ledger.free("transient", self.element * shard.size)
         for shard in self.shards:
             self.coordinator.gather_now(ledger, [shard])
             self.coordinator.take_apart(ledger, [shard])
-        if "head.weight" not in self.by_name:  # held by cycles until deepspeed.initialize collects
-            share = self.element * self.by_name["token_embedding.weight"].share
-            self._free(ledger, category, share, place, self._pins())
+        if "head.weight" not in self.by_name:
+            self._free_share(ledger, self.by_name["token_embedding.weight"])
+
+    def _allocate_share(self, ledger: Ledger, shard: Shard) -> None:
+        if not self._is_swapped(shard):
+            self._allocate(
+                ledger, "parameters", self.element * shard.share, self.shares_home, self.pins_shares
+            )
+
+    def _free_share(self, ledger: Ledger, shard: Shard) -> None:
+        if not self._is_swapped(shard):
+            size = self.element * shard.share
+            size = page_locked(size) if self.pins_shares else size
+            ledger.free("parameters", size, self.shares_home)
+
+    def _is_swapped(self, shard: Shard) -> bool:
+        return self.swaps_shares and self.element * shard.share >= SMALLEST_SWAPPED
 
     def _flatten(self, ledger: Ledger) -> None:
-        """_create_fp16_partitions_with_defragmentation: all shares in one buffer.
+        """_create_fp16_partitions_with_defragmentation: one buffer, filled on the host.
 
-        It is filled on the host and, where it belongs there, moved to the device.
+        Where shares stay on the host, one for each optimizer group, page-locked whatever pin_memory
+        says; with NVMe no more than max_in_cpu elements, and room to convert a sub-group.
         """
-        place = self._share_home()
-        total = self.element * sum(shard.share for shard in self.shards)
-        if place == "host":
-            self._flatten_on_host(ledger)
-        else:
+        sizes = [
+            sum(s.share for s in self.shards if s.parameter.decays == d) for d in (True, False)
+        ]
+        if self.shares_home == "gpu":
+            total = self.element * sum(sizes)
             ledger.allocate("transient", total, "host")
-        for shard in self.shards:
-            self._free(ledger, "parameters", self.element * shard.share, place, self._pins())
-        if place == "gpu":
-            if len(ledger.places) == 2:
-                ledger.allocate("parameters", total)
+            for shard in self.shards:
+                self._free_share(ledger, shard)
+            with borrowed(ledger, 0 if self.device_is_host else total):
                 ledger.free("transient", total, "host")
-            else:
-                ledger.move("transient", "parameters", total)
+            ledger.allocate("parameters", total)
+            return
+        room = self.parameter_offload["max_in_cpu"] if self.swaps_shares else sum(sizes)
+        if room < sum(sizes):
+            self._allocate(
+                ledger, "parameters", self.element * max(self.group_sizes), "host", pinned=False
+            )
+        for size in sizes:
+            kept = min(size, room)
+            room -= kept
+            pinned = not self.device_is_host
+            self._allocate(ledger, "parameters", self.element * kept, "host", pinned)
+        for shard in self.shards:
+            self._free_share(ledger, shard)
 
-    def _flatten_on_host(self, ledger: Ledger) -> None:
-        """_create_param_groups_fp16_flat_cpu_memory, page-locked whatever pin_memory says."""
-        for decays in (True, False):
-            size = self.element * sum(s.share for s in self.shards if s.parameter.decays == decays)
-            self._allocate(ledger, "parameters", size, "host", self.setup.device != "cpu")
-
-    def _share_home(self) -> Place:
-        return "gpu" if offload_device(self.zero, "offload_param") == "none" else "host"
-
-    def _pins(self) -> bool:
-        """Whether each parameter's share is page-locked while the model is built."""
-        options = {**PARAMETER_OFFLOAD_DEFAULTS, **(self.zero.get("offload_param") or {})}
-        return self._share_home() == "host" and options["pin_memory"] and self.setup.device != "cpu"
-
-    def _master_weights(self, ledger: Ledger) -> None:
+    def _make_master_weights(self, ledger: Ledger) -> None:
         """_create_fp32_partitions and initialize_optimizer_states.
 
-        In float32, too, the master weights are a copy. A conversion is copied once more, and lives
-        until the next one.
+        In float32, too, the master weights are a copy. Where the weights are converted, what they
+        were converted to is copied once more, and lives until the next sub-group's is there.
+        Offloaded sub-groups have gradients of their own.
         """
-        previous: tuple[int, Place] = 0, self.home
-        for index, size in enumerate(self._group_sizes()):
+        if self.swaps:
+            size = self.master * self.swap_buffers * max(self.group_sizes)
+            ledger.allocate("buffers", size, "host")
+        previous: tuple[int, Place] = 0, "gpu"
+        for index, size in enumerate(self.group_sizes):
+            if self._group_is_swapped(index):
+                continue
             place = self._home_of(index)
-            converted = self.master * size if self._is_converted(place) else 0
+            moved = place != self.shares_home and not self.device_is_host
+            converted = self.master * size if self.master != self.element or moved else 0
             ledger.allocate("transient", converted, place)
             ledger.free("transient", *previous)
             previous = converted, place
             ledger.allocate("master_weights", self.master * size, place)
         ledger.free("transient", *previous)
-        largest = self.master * max(self._group_sizes())
-        ledger.allocate("transient", largest, self.home)
-        if self.offloads:
-            for index, size in enumerate(self._group_sizes()):
-                place = self._home_of(index)
-                pins = self.pins and place == "host"
-                self._allocate(ledger, "gradients", self.master * size, place, pins)
-        ledger.free("transient", largest, self.home)
+        with borrowed(ledger, self.master * max(self.group_sizes), self.home):
+            for index, size in enumerate(self.group_sizes):
+                if self.offloads and not self._group_is_swapped(index):
+                    place = self._home_of(index)
+                    pinned = self.pins and place == "host"
+                    self._allocate(ledger, "gradients", self.master * size, place, pinned)
 
-    def _is_converted(self, place: Place) -> bool:
-        return self.master != self.element or (
-            self.setup.device != "cpu" and place != self._share_home()
-        )
-
-    def _gradient_buffers(self, ledger: Ledger) -> None:
-        """_setup_for_real_optimizer: the reduction's bucket, and the sums of all gradients."""
-        if self.zero["contiguous_gradients"]:
-            ledger.allocate("buffers", self.reduced * self.zero["reduce_bucket_size"])
-        size = self.sums * sum(shard.share for shard in self.shards)
-        self._allocate(ledger, "gradients", size, self.home, self.pins)
-
-    def _group_sizes(self) -> list[int]:
-        return [sum(shard.share for shard in group) for group in self.sub_groups]
+    def _group_is_swapped(self, index: int) -> bool:
+        return self.swaps and self.master * self.group_sizes[index] >= SMALLEST_SWAPPED
 
     def _home_of(self, index: int) -> Place:
-        """offload_optimizer.ratio leaves the first sub-groups on the device."""
         return "gpu" if index < self.on_device else self.home
 
+    def _make_gradients(self, ledger: Ledger) -> None:
+        """_setup_for_real_optimizer: the reduction's bucket, and the sums of the gradients."""
+        if self.zero["contiguous_gradients"]:
+            ledger.allocate("buffers", self.sent * int(self.zero["reduce_bucket_size"]))
+        size = self.sums * sum(self.group_sizes)
+        self._allocate(ledger, "gradients", size, self.home, self.pins)
+
     def enter(self, ledger: Ledger, module: str) -> None:
+        """pre_sub_module_forward_function; the model's first module begins a forward."""
         if self.forward_is_next:
             self.forward_is_next = False
             self.coordinator.reset_step(ledger)
@@ -486,21 +233,27 @@ class Stage3States(States):
             self.coordinator.enter(ledger, module, backward=False)
 
     def leave(self, ledger: Ledger, module: str) -> None:
+        """post_sub_module_forward_function."""
         if module in self.coordinator.modules:
             self.coordinator.leave(ledger, module, backward=False)
 
     def enter_backward(self, ledger: Ledger, module: str) -> None:
+        """pre_sub_module_backward_function."""
         if module in self.coordinator.modules:
             self.coordinator.enter(ledger, module, backward=True)
 
     def leave_backward(self, ledger: Ledger, module: str) -> None:
-        """DeepSpeed does not see an embedding's backward end: its input has no gradient."""
+        """post_sub_module_backward_function, never called of an embedding: tokens need no gradient.
+
+        What it gathered stays until the micro-batch ends.
+        """
         if module in self.coordinator.modules and not module.endswith("_embedding"):
             self.coordinator.leave(ledger, module, backward=True)
 
     def gradient(self, ledger: Ledger, parameter: Parameter) -> None:
         """reduce_independent_p_g_buckets_and_remove_grads."""
         shard, limit = self.by_name[parameter.name], self.zero["reduce_bucket_size"]
+        self.coordinator.drop_aliases(ledger, parameter.name.rpartition(".")[0])
         filled = sum(other.size for other in self.bucket)
         if self.bucket and filled + shard.size > limit:
             self._reduce(ledger)
@@ -512,52 +265,62 @@ class Stage3States(States):
         self.bucket.append(shard)
 
     def _reduce(self, ledger: Ledger) -> None:
-        """__reduce_and_partition_ipg_grads: add the bucket's gradients up over ranks, keep shares.
-
-        Its gradients are joined once more on the way, rank by rank, in a second bucket.
-        """
+        """__reduce_and_partition_ipg_grads: add the bucket up over the ranks, and keep shares."""
         if not self.bucket:
             return
-        filled = sum(shard.size for shard in self.bucket)
-        shares = sum(shard.share for shard in self.bucket)
-        padded = sum(shard.padded for shard in self.bucket)
-        whole_buffer = (
-            self.zero["contiguous_gradients"] and filled <= self.zero["reduce_bucket_size"]
-        )
-        kept = 0
-        if whole_buffer and not self.zero["reduce_scatter"]:  # __avg_scatter_contiguous_grads
-            if self.setup.data_ranks > 1:
-                kept = self.reduced * filled
-                ledger.allocate("transient", kept)
-            summed = self.sums * filled
-            kept += self.sums * sum(s.share for s in self.bucket if s.padded != s.size)
-        else:  # __avg_scatter_grads
-            converted = self.reduced * filled if self.reduced != self.element else 0
-            ledger.allocate("transient", converted)
-            if len(self.bucket) > 1 or padded != filled:
-                kept = self.reduced * padded
-                ledger.allocate("transient", kept)
-            temporary(ledger, self.reduced * padded if self.setup.device == "cpu" else 0)
-            ledger.free("transient", converted)
-            summed = self.sums * shares
-        if self.reduced != self.sums:
-            ledger.allocate("transient", summed)
-            ledger.free("transient", kept)
-            kept = summed
-        for shard in sorted(self.bucket, key=self.shards.index):
+        in_buffer = self.zero["contiguous_gradients"] and not self.own_gradients
+        if in_buffer and not self.zero["reduce_scatter"]:
+            shares = self._all_reduce(ledger)
+        else:
+            shares = self._reduce_scatter(ledger)
+        for shard in self.bucket:
             self._keep_share(ledger, shard)
-        ledger.free("transient", kept)
+        ledger.free("transient", shares)
         self.bucket.clear()
 
+    def _all_reduce(self, ledger: Ledger) -> int:
+        """__avg_scatter_contiguous_grads: in place, then divided into a copy."""
+        filled = sum(shard.size for shard in self.bucket)
+        copy = self.sent * filled if self.setup.data_ranks > 1 else 0
+        ledger.allocate("transient", copy)
+        if self.sent != self.sums:
+            ledger.allocate("transient", self.sums * filled)
+            ledger.free("transient", copy)
+            copy = self.sums * filled
+        padded = self.sums * sum(s.share for s in self.bucket if s.padded != s.size)
+        ledger.allocate("transient", padded)
+        return copy + padded
+
+    def _reduce_scatter(self, ledger: Ledger) -> int:
+        """__avg_scatter_grads: the gradients are joined rank by rank, in a second bucket."""
+        padded = sum(shard.padded for shard in self.bucket)
+        filled = sum(shard.size for shard in self.bucket)
+        converted = self.sent * filled if self.sent != self.element else 0
+        ledger.allocate("transient", converted)
+        joined = self.sent * padded if len(self.bucket) > 1 or padded != filled else 0
+        ledger.allocate("transient", joined)
+        borrow(ledger, self.sent * padded if self.device_is_host else 0)  # gloo's copy
+        ledger.free("transient", converted)
+        if self.sent == self.sums:
+            return joined
+        shares = self.sums * sum(shard.share for shard in self.bucket)
+        ledger.allocate("transient", shares)
+        ledger.free("transient", joined)
+        return shares
+
     def _keep_share(self, ledger: Ledger, shard: Shard) -> None:
-        """partition_grads, and _offload_grad_partition_at_boundary with the optimizer offloaded."""
-        staged = self.sums * shard.share if self.home == "host" and len(ledger.places) == 2 else 0
-        ledger.allocate("transient", staged)
-        last = self.micro_batch == self.setup.section["gradient_accumulation_steps"] - 1
-        if self.offloads and last:
-            temporary(ledger, NORM_ELEMENT * min(shard.share, NORM_CHUNK))
-            temporary(ledger, self.master * shard.share if self.master != self.sums else 0)
-        ledger.free("transient", staged)
+        """partition_grads, and at the last micro-batch _offload_grad_partition_at_boundary.
+
+        Sums on the host are brought to the device to be added to, where the one before may linger.
+        """
+        is_moved = self.home == "host" and not self.device_is_host
+        copies = (2 if self.micro_batch else 1) if is_moved else 0
+        # Of many micro-batches a replay may leave out those between the second and the last.
+        is_last = self.micro_batch >= min(2, self.setup.accumulation_steps - 1)
+        with borrowed(ledger, copies * self.sums * shard.share):
+            if self.offloads and is_last:
+                borrow(ledger, NORM_ELEMENT * min(shard.share, NORM_ELEMENTS))
+                borrow(ledger, self.master * shard.share if self.master != self.sums else 0)
         if shard in self.own_gradients:
             self.own_gradients.discard(shard)
             ledger.free("gradients", self.element * shard.size)
@@ -570,77 +333,67 @@ class Stage3States(States):
         self.forward_is_next = True
 
     def step(self, ledger: Ledger, *, first: bool) -> None:
-        """DeepSpeedZeroOptimizer_Stage3.step, one sub-group after the other."""
+        """step: one sub-group after the other, then persistent parameters are gathered."""
         self.micro_batch = 0
         self.coordinator.release_all(ledger)
-        if not self.offloads:  # get_grad_norm_direct
-            for shard in self.shards:
-                temporary(ledger, NORM_ELEMENT * shard.share)
-        for index, size in enumerate(self._group_sizes()):
-            gradient = 0 if self.offloads else self.master * size
-            joined = self.sums * size if gradient and self.sums != self.master else 0
-            ledger.allocate("transient", joined)
-            ledger.allocate("transient", gradient)
-            ledger.free("transient", joined)
-            if first:
-                self._optimizer_states(ledger, index, size)
+        if self.setup.section.get("fp16", {}).get("enabled"):  # has_overflow: abs() == inf
+            borrow(ledger, (self.sums + 1) * sum(self.group_sizes), self.home)
+        for shard in () if self.offloads else self.shards:  # get_grad_norm_direct
+            borrow(ledger, NORM_ELEMENT * shard.share)
+        for index in range(len(self.groups)):
+            gradient = self._join_gradients(ledger, index)
+            self._update(ledger, index, first=first)
             ledger.free("transient", gradient)
         self.coordinator.gather_now(ledger, [shard for shard in self.shards if shard.persists])
 
-    def _optimizer_states(self, ledger: Ledger, index: int, size: int) -> None:
-        """AdamW's two moments."""
-        ledger.allocate("optimizer_states", 2 * self.master * size, self._home_of(index))
+    def _join_gradients(self, ledger: Ledger, index: int) -> int:
+        """_prepare_fp32_grad_for_sub_group: one parameter's gradient alone needs no joining."""
+        if self.offloads:
+            return 0
+        size = self.group_sizes[index]
+        joined = self.sums * size if len(self.groups[index]) > 1 else 0
+        ledger.allocate("transient", joined)
+        if self.sums == self.master:
+            return joined
+        ledger.allocate("transient", self.master * size)
+        ledger.free("transient", joined)
+        return self.master * size
+
+    def _update(self, ledger: Ledger, index: int, *, first: bool) -> None:
+        """_optimizer_step and _reassign_or_swap_out_partitioned_parameters.
+
+        A ratio's sub-groups on the device are updated by torch's AdamW, on a GPU its foreach
+        kernel. Weights that go to the device in another type are converted on the host.
+        """
+        size, place = self.group_sizes[index], self._home_of(index)
+        if self._group_is_swapped(index):
+            return
+        if place != self.home:
+            if first:
+                ledger.allocate("optimizer_states", 2 * self.master * size, place)
+            borrow(ledger, self.master * size)
+            return
+        update(ledger, self.setup, [[size]], self.master, first=first)
+        goes_to_device = place == "host" and self.shares_home == "gpu" and not self.device_is_host
+        if goes_to_device and self.master != self.element:
+            borrow(ledger, self.element * size, "host")
 
     def _allocate(
         self, ledger: Ledger, category: Category, size: int, place: Place, pinned: bool
     ) -> None:
         """Page-locked memory is a copy of what was allocated first."""
-        if pinned:
-            ledger.allocate("transient", size, place)
-        ledger.allocate(category, pinned_size(size) if pinned else size, place)
-        if pinned:
-            ledger.free("transient", size, place)
-
-    def _free(
-        self, ledger: Ledger, category: Category, size: int, place: Place, pinned: bool
-    ) -> None:
-        ledger.free(category, pinned_size(size) if pinned else size, place)
+        with borrowed(ledger, size if pinned else 0, place):
+            ledger.allocate(category, page_locked(size) if pinned else size, place)
 
 
-def temporary(ledger: Ledger, size: int, place: Place = "gpu") -> None:
-    """Allocated and soon released."""
-    ledger.allocate("transient", size, place)
-    ledger.free("transient", size, place)
-
-
-def pinned_size(size: int) -> int:
-    """torch's allocator of page-locked memory rounds up to a power of two (read)."""
+def page_locked(size: int) -> int:
+    """torch rounds up to a power of two (CachingHostAllocator.h, read)."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def shard_of(parameter: Parameter, ranks: int) -> Shard:
-    share = -(-parameter.size // ranks)
-    return Shard(parameter, share, share * ranks)
-
-
-def zero_options(section: Mapping[str, Any]) -> dict[str, Any]:
+def zero_options(block: Mapping[str, Any]) -> dict[str, Any]:
     """The zero_optimization block by its fields' names, with the defaults."""
-    given = {
-        key.removeprefix("stage3_"): value for key, value in section["zero_optimization"].items()
-    }
-    return {**ZERO_DEFAULTS, **given}
-
-
-def offload_device(zero: Mapping[str, Any], key: str) -> str:
-    return str((zero.get(key) or {}).get("device", "none"))
-
-
-def containers(module: str) -> list[str]:
-    """The modules around one, outermost first: "" is the model; a list of blocks is never called.
-
-    >>> containers("blocks.3.attention.qkv")
-    ['', 'blocks.3', 'blocks.3.attention']
-    """
-    parts = module.split(".")[:-1]
-    found = [".".join(parts[: length + 1]) for length in range(len(parts))]
-    return ["", *(name for name in found if name != "blocks")]
+    options = ZERO_DEFAULTS | {key.removeprefix("stage3_"): value for key, value in block.items()}
+    if options["allgather_sequential"]:  # DeepSpeedEngine._configure_zero_optimizer
+        options["prefetch_bucket_size"] = 1
+    return options

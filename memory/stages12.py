@@ -7,7 +7,7 @@ not measured. Left out: parameter_alignment, a few elements a parameter.
 
 from __future__ import annotations
 
-from memory.ledger import Category, Ledger, Place
+from memory.ledger import Category, Ledger
 from memory.states import (
     FLOAT32,
     Group,
@@ -29,9 +29,6 @@ FLOAT64 = 8
 
 class ZeroStates(States):
     """Without offload; what differs with it is in OffloadedStates."""
-
-    home: Place = "gpu"
-    """Where the weights are updated."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -81,7 +78,7 @@ class ZeroStates(States):
         for parameter in self.setup.parameters:
             ledger.allocate("parameters", parameter.size * self.setup.element)
         for group in self.groups:
-            flatten_weights(ledger, group, self.setup.element)
+            flatten_weights(ledger, group, self.setup.element, self.setup.device_memory)
             self._copy_share(ledger, group)
         borrow(ledger, sum(group.share for group in self.groups) * self.master)  # gradients
 
@@ -100,7 +97,8 @@ class ZeroStates(States):
             self._make_buckets(ledger)
         name, size = parameter.name, parameter.size * self.setup.element
         if name in self.separate:  # added to that of the earlier micro-batches
-            borrow(ledger, parameter.size * FLOAT32 if self.widens else 0)
+            if self.widens:
+                borrow(ledger, parameter.size * FLOAT32)
             ledger.free("gradients", size)
         elif self.widens:
             self.separate[name] = parameter.size * FLOAT32
@@ -250,34 +248,37 @@ class ZeroStates(States):
             for piece in self.own.values():  # get_grad_norm_direct
                 borrow(ledger, piece * FLOAT64)
         for group in self.groups:
-            flat = self._flatten_gradients(ledger, group)
-            update(ledger, self.setup, [group.share], self.master, first=first)
-            ledger.free("gradients", flat)
+            gradient = self._flatten_gradients(ledger, group)
+            update(ledger, self.setup, [[group.share]], self.master, first=first)
+            for size in gradient:
+                ledger.free("gradients", size)
         gather_weights(ledger, self.setup, self.groups)
         self._release_all(ledger)
         self.shares.clear()
 
-    def _flatten_gradients(self, ledger: Ledger, group: Group) -> int:
-        """The gradient of the share in one tensor of the master weights' type; its bytes."""
+    def _flatten_gradients(self, ledger: Ledger, group: Group) -> list[int]:
+        """The share's gradient in one tensor of the master weights' type; bytes of its tensors."""
         averaged = [self.averaged.pop(name) for name in group.own_pieces if name in self.averaged]
         averaged.append(group.padding * self.setup.element)
         if group is self.groups[-1]:
             averaged.append(self.averaged_buffer)
             self.averaged_buffer = 0
-        flat, wide = group.share * self.setup.element, group.share * self.master
+        # Flattening a single tensor copies nothing.
+        is_flat = self.compact or len(group.own_pieces) + bool(group.padding) == 1
         if self.compact:
-            return group.share * FLOAT32
+            averaged = [group.share * FLOAT32]
+        if is_flat and self.master == (FLOAT32 if self.compact else self.setup.element):
+            return averaged
+        flat = 0 if is_flat else group.share * self.setup.element
         with borrowed(ledger, flat if self.master_is_wider else 0):
-            ledger.allocate("gradients", wide)
+            ledger.allocate("gradients", group.share * self.master)
         for size in averaged:
             ledger.free("gradients", size)
-        return wide
+        return [group.share * self.master]
 
 
 class OffloadedStates(ZeroStates):
     """Master weights, their gradients and optimizer states in host memory, with the update."""
-
-    home: Place = "host"
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -294,7 +295,7 @@ class OffloadedStates(ZeroStates):
         for parameter in self.setup.parameters:
             ledger.allocate("parameters", parameter.size * element)
         for group in self.groups:
-            flatten_weights(ledger, group, element)
+            flatten_weights(ledger, group, element, self.setup.device_memory)
             self._copy_share(ledger, group)
             self._keep(ledger, "buffers", group.share * element)  # to send updated weights from
         largest = max(self.sizes.values()) * element
@@ -344,7 +345,7 @@ class OffloadedStates(ZeroStates):
 
     def step(self, ledger: Ledger, *, first: bool) -> None:
         for group in self.groups:
-            update(ledger, self.setup, [group.share], self.master, first=first)
+            update(ledger, self.setup, [[group.share]], self.master, first=first)
             if group in self.shares:
                 ledger.free("gradients", group.share * FLOAT32)
         gather_weights(ledger, self.setup, self.groups)

@@ -15,9 +15,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from memory.ledger import Category, Ledger, Place
-from memory.optimizers import Optimizer, optimizer_of
+from memory.optimizers import FLOAT32, Optimizer, optimizer_of
 
-FLOAT32 = 4
 ALIGNMENT = 2
 """Elements: nccl_start_alignment_factor in stage_1_and_2.py and bf16_optimizer.py."""
 ALL_REDUCE_ELEMENTS = 500_000_000
@@ -93,6 +92,8 @@ class Setup:
     accumulation_steps: int
     device: str
     """"cpu" or "cuda"."""
+    device_memory: int | None = None
+    """Bytes that torch can have of the device; None: as many as it asks for."""
     data_rank: int = 0
     """Ranks differ by which parameters their share has a piece of."""
 
@@ -233,10 +234,23 @@ def replace(ledger: Ledger, category: Category, old: Sequence[int], new: int) ->
         ledger.free(category, size)
 
 
-def flatten_weights(ledger: Ledger, group: Group, element: int) -> None:
-    """The parameters of a group become views of one tensor."""
+def flatten_weights(ledger: Ledger, group: Group, element: int, room: int | None = None) -> None:
+    """The parameters of a group become views of one tensor.
+
+    ZeRO 1 and 2 make it in host memory where there is no `room` left for both on the device (read).
+    """
     sizes = [parameter.size * element for parameter in group.parameters]
-    replace(ledger, "parameters", sizes, group.flat * element)
+    flat = group.flat * element
+    if room is None or flat <= room - ledger.total():
+        replace(ledger, "parameters", sizes, flat)
+        return
+    for size in sizes:
+        ledger.free("parameters", size)
+        ledger.allocate("transient", size, "host")
+    with borrowed(ledger, flat, "host"):
+        for size in sizes:
+            ledger.free("transient", size, "host")
+        ledger.allocate("parameters", flat)
 
 
 def gather_weights(ledger: Ledger, setup: Setup, groups: Sequence[Group]) -> None:
@@ -273,15 +287,14 @@ def buckets(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
 
 
 def update(
-    ledger: Ledger, setup: Setup, sizes: Sequence[int], element: int, *, first: bool
+    ledger: Ledger, setup: Setup, groups: Sequence[Sequence[int]], element: int, *, first: bool
 ) -> None:
-    """One call of the optimizer's step on weights of these sizes, which have gradients."""
+    """One call of the optimizer's step on groups of weights of these sizes, with gradients."""
     optimizer = setup.optimizer
     place: Place = "host" if setup.offloads_optimizer else "gpu"
-    if first:
-        for size in sizes:
-            bytes_of_one = size * (FLOAT32 if optimizer.wide else element)
-            for _ in range(optimizer.states):
-                ledger.allocate("optimizer_states", bytes_of_one, place)
-    copied = sum(sizes) if optimizer.at_once else max(sizes)
-    borrow(ledger, optimizer.temporaries * copied * element, place)
+    for sizes in groups:
+        if first:
+            for size in sizes:
+                for _ in range(optimizer.states):
+                    ledger.allocate("optimizer_states", size * (optimizer.wide or element), place)
+        borrow(ledger, optimizer.borrowed(sizes) * element, place)

@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import cast
 
-from memory.activations import Event, Traced
+from memory.activations import Traced
 from memory.ledger import Category, Ledger
 from memory.policies import Policy
 from memory.states import States
+from memory.tape import Event
 
 OFFLOADS_IN_FLIGHT = 2
 """max_fwd_stash_count of DeepSpeed's _ActivationOffloadEngine."""

@@ -108,7 +108,7 @@ def altered(run_config: dict[str, Any]) -> Callable[..., dict[str, Any]]:
             if value is ...:
                 del node[last]
             else:
-                node[last] = value
+                node[last] = copy.deepcopy(value)  # a later key may change it
         return config
 
     return alter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
@@ -26,6 +27,9 @@ FREE_KEYS = {
     "training.evaluation_samples",
     "training.save_interval",
     "training.loss",
+    "training.expandable_segments",
+    "training.rehearse",
+    "training.on_out_of_memory",
     "data.validation",
 }
 FREE_SECTIONS = ("activation_checkpointing",)
@@ -53,7 +57,9 @@ def claim_run_folder(config: RunConfig) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder}: no permission to write into this run folder")
-    if not any(folder.iterdir()):
+    # Of training/profile.py and of a rehearsal that did not fit.
+    before_training = re.compile(r"profile|out_of_memory(_rank\d+)?\.json")
+    if all(before_training.fullmatch(entry.name) for entry in folder.iterdir()):
         return None
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: not empty and not a run folder; choose another run_folder")
@@ -110,6 +116,11 @@ def save_config(config: RunConfig) -> None:
     folder = Path(config.training.run_folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write_atomically(folder / "config.json", config.model_dump_json(indent=2) + "\n")
+
+
+def save_plan(config: RunConfig, plan: dict[str, Any]) -> None:
+    path = Path(config.training.run_folder) / "memory_plan.json"
+    _write_atomically(path, json.dumps(plan, indent=2) + "\n")
 
 
 def save_checkpoint(engine: Any, config: RunConfig, progress: Progress) -> Path:

@@ -1,4 +1,4 @@
-"""Ranks, process group, device and the DeepSpeed engine.
+"""Ranks, process group, device, the DeepSpeed engine and its step.
 
 Together with launch/ this is the only place that reads the environment.
 """
@@ -11,6 +11,7 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -18,12 +19,14 @@ from typing import Any, NoReturn
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from configs.deepspeed import Hardware, precision
 from configs.schedule import learning_rate
 from configs.schema import RunConfig
+from memory.recompute import explain_recomputation
 from model.gpt import GPT, build, initialise, parameter_groups
-from training import tensor_parallel
+from training import extensions, tensor_parallel
 
 # Environment of one rank under launchers that do not set torch's names: rank, local rank, size.
 MPI_NAMES = (
@@ -112,8 +115,8 @@ def _free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def start_process_group(ranks: Ranks) -> None:
-    """Join the other ranks, and share this host's cores among its ranks.
+def start_process_group(ranks: Ranks, *, expandable_segments: bool = False) -> None:
+    """Set this rank's device up, join the other ranks, share this host's cores among its ranks.
 
     Raises:
         ConnectionError: the rendezvous address is taken or does not answer.
@@ -121,6 +124,8 @@ def start_process_group(ranks: Ranks) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if ranks.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // ranks.local_world_size))
+    if expandable_segments:
+        _expand_segments()
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
     # A shared-memory all-reduce that only inference uses; building it takes minutes and a compiler.
@@ -133,6 +138,17 @@ def start_process_group(ranks: Ranks) -> None:
             f"rank {ranks.rank} cannot use the master address {address}: "
             f"{str(error).splitlines()[0]}; choose another port (--master_port)"
         ) from None
+
+
+def _expand_segments() -> None:
+    """Before the first allocation on the device: segments that exist would stay as they are.
+
+    By torch's call, as the variable's name and when it is read change between versions. The call
+    forgets what it does not name, so the user's own settings are repeated.
+    """
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    settings = [given, "expandable_segments:True"] if given else ["expandable_segments:True"]
+    torch._C._accelerator_setAllocatorSettings(",".join(settings))
 
 
 def leave(code: int) -> NoReturn:
@@ -152,7 +168,12 @@ def usable_cores() -> int:
 
 
 def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> Any:
-    """The initialised GPT inside a DeepSpeed engine, with its optimizer and schedule."""
+    """The initialised GPT inside a DeepSpeed engine, with its optimizer and schedule.
+
+    Raises:
+        BuildError: the optimizer has to be compiled, and cannot be.
+    """
+    extensions.load_optimizer(section, ranks.local_rank)
     unpartitioned_float32 = (
         section["zero_optimization"].get("stage", 0) == 0 and precision(section) == torch.float32
     )
@@ -255,3 +276,21 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     """
     digest = hashlib.blake2b(f"{seed}:{step}:{rank}".encode(), digest_size=7).digest()
     torch.manual_seed(int.from_bytes(digest, "big"))
+
+
+def train_step(engine: Any, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+    """One optimizer step; returns this rank's mean loss, left on the device.
+
+    DeepSpeed counts the micro-batches: it divides each loss by the accumulation steps, and only
+    the last engine.step() of them reduces, clips and updates.
+    """
+    accumulation_steps = engine.gradient_accumulation_steps()
+    total = torch.zeros((), device=engine.device)
+    for _ in range(accumulation_steps):
+        inputs, targets = next(batches)  # each [micro-batch, sequence length]
+        loss = engine(inputs, targets)
+        with explain_recomputation(engine.module):
+            engine.backward(loss)
+        engine.step()
+        total += loss.detach()
+    return total / accumulation_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,16 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from configs.schema import RunConfig
-from memory.cost import SPEEDS
 from memory.diagnosis import Observation, Report
 from memory.doctor import diagnose, show
-from memory.machine import Machine
 from memory.messages import Figures, kind_of, read_cgroup, read_message
-from memory.planner import CUDA_CONTEXT, plan
+from memory.planner import CUDA_CONTEXT
 from model.gpt import GPT, Rotary
 from training.engine import Ranks
 from training.metrics import alive_memory_bytes
+from training.setup import Run
 
 # Where DeepSpeed's optimizers (0.19) keep what is neither a parameter nor in the state of the torch
 # optimizer inside them: ZeRO 1 and 2, ZeRO 3, bf16, fp16.
@@ -40,6 +39,39 @@ GRADIENTS = (
     "fp32_groups_gradients_flat",
     "fp32_groups_gradients",
 )
+
+
+class OutOfMemory(Exception):
+    """Memory ran out, on this rank or on another."""
+
+    def __init__(self, run: Run, observation: Observation | None) -> None:
+        super().__init__(run, observation)
+        self.run = run
+        self.observation = observation
+        """None on a rank whose own memory sufficed."""
+
+    def bare(self) -> OutOfMemory:
+        """Without the frames that raised it and the allocator's error: they hold tensors alive."""
+        self.__context__ = None
+        return self.with_traceback(None)
+
+
+@contextmanager
+def explained(where: Whereabouts, run: Run) -> Iterator[None]:
+    """Observe the rank's memory when it runs out.
+
+    Raises:
+        OutOfMemory: in place of the allocator's error.
+    """
+    observation = None
+    try:
+        yield
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        observation = observe(where.engine, error, where.moment, run.ranks)
+    if observation is not None:
+        raise OutOfMemory(run, observation)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -150,36 +182,31 @@ def _tensors(nested: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def machine_of(ranks: Ranks) -> Machine:
-    """What this is running on, for the planner."""
-    kind = "CPU"
-    if ranks.device.type == "cuda":
-        name = torch.cuda.get_device_name(ranks.device)
-        kind = next((kind for kind in SPEEDS if kind in name), "H100")  # bytes are the same on all
-    return Machine(ranks.world_size, ranks.local_world_size, kind=kind)
-
-
-def report_out_of_memory(
-    run_folder: str | Path, observation: Observation, config: RunConfig, ranks: Ranks
-) -> Report:
+def report_out_of_memory(run: Run, observation: Observation) -> Report:
     """Explain on this rank: printed, and written to the run folder.
 
     To be called when the error has been handled and what it held is gone: the planner needs 75 MiB
-    of main memory, and without them the cures are general ones. Of several ranks each has a file of
-    its own.
+    of main memory. Without them the cures are general ones, and if not even Python can go on, those
+    are what the file has. Of several ranks each has a file of its own.
     """
+    report = diagnose(observation)
+    _write(report, run)
     try:
-        report = diagnose(observation, config, plan(config, machine_of(ranks)))
+        report = diagnose(observation, run.config, run.plan())
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        report = diagnose(observation)
-    name = "out_of_memory" if ranks.world_size == 1 else f"out_of_memory_rank{ranks.rank}"
-    Path(run_folder).mkdir(parents=True, exist_ok=True)
-    path = Path(run_folder) / f"{name}.json"
-    path.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+    _write(report, run)
     show(report)
     return report
+
+
+def _write(report: Report, run: Run) -> None:
+    ranks, folder = run.ranks, Path(run.config.training.run_folder)
+    name = "out_of_memory" if ranks.world_size == 1 else f"out_of_memory_rank{ranks.rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(report.as_json(), indent=2) + "\n"
+    (folder / f"{name}.json").write_text(text, encoding="utf-8")
 
 
 class Whereabouts:
@@ -192,7 +219,15 @@ class Whereabouts:
     def __init__(self) -> None:
         self.moment = "initialisation"
         """May be set from outside: what is done without gradients leaves it alone."""
+        self.engine: Any = None
+        """The engine that is watched; None before there is one."""
         self._hooks: list[Any] = []
+
+    def release_engine(self) -> None:
+        """Take the engine apart, for another or for none."""
+        if self.engine is not None:
+            self.engine.destroy()
+        self.engine, self.moment = None, "initialisation"
 
     def watch(self, engine: Any) -> None:
         """Follow the model's passes and engine.step().
@@ -202,6 +237,7 @@ class Whereabouts:
         """
         for hook in self._hooks:
             hook.remove()
+        self.engine = engine
         model: GPT = engine.module
         model.run_block = self._following(model)
         self._hooks = [

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from configs import checks
 from configs.deepspeed import Hardware, resolve, warnings_of
-from configs.known_keys import keys_read, nearest
-from configs.schema import ActivationCheckpointing, ConfigError, RunConfig
+from configs.known_keys import is_section, keys_read, nearest
+from configs.schema import ActivationCheckpointing, ConfigError, RunConfig, explain
 
 CPU = Hardware(1, "cpu", bf16=False)
 ZERO = "zero_optimization"
@@ -46,7 +47,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"checkpoint": {"writer": {"typ": "x"}}}, "checkpoint.writer.typ", "'type'"),
     ({"data_types": {"grad_accum": "fp32"}}, "data_types.grad_accum", "'grad_accum_dtype'"),
     ({"tensor_parallel": {"autotp": 2}}, "tensor_parallel.autotp", "'autotp_size'"),
-    ({"tensor_parallel": {"tp": {"size": 2}}}, "tensor_parallel.tp.size", "not permitted"),
+    ({"tensor_parallel": {"tp": {"size": 2}}}, "tensor_parallel.tp.size", "'tp_size'"),
     ({"scheduler": {"type": "WarmupLR", "param": {}}}, "scheduler.param", "'params'"),
     ({"optimizer": optimizer("AdamW") | {"param": {}}}, "optimizer.param", "'params'"),
     ({ZERO: {"stage": 3, "offload_param": {"devic": "cpu"}}},
@@ -175,6 +176,49 @@ def test_refused(altered: Callable[..., Any], change: dict[str, Any], key: str, 
 def test_accepted(altered: Callable[..., Any], change: dict[str, Any]) -> None:
     raw = altered({f"deepspeed.{name}": value for name, value in change.items()})
     resolve(RunConfig.model_validate(raw), CPU)
+
+
+SECTIONS = (
+    "activation_checkpointing", "aio", "bf16", "checkpoint", "comet", "comms_logger", "csv_monitor",
+    "data_types", "flops_profiler", "fp16", "optimizer", "scheduler", "tensor_parallel",
+    "tensorboard", "timers", "torch_autocast", "wandb", "zero_optimization",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [[], [1], 1, "yes", True, None], ids=str)
+@pytest.mark.parametrize(
+    "key", [*SECTIONS, *checks.NOT_DRIVEN, "optimizer.params", "scheduler.params"]
+)
+def test_a_section_of_the_wrong_type_is_one_line(
+    altered: Callable[..., Any], key: str, value: Any
+) -> None:
+    expected = "has no effect" if key in checks.NOT_DRIVEN else "expected"
+    (line,) = problems(altered({f"deepspeed.{key}": value}))
+    assert line.startswith(f"deepspeed.{key}: {expected}"), line
+    assert "attribute" not in line
+
+
+def test_the_sections_above_are_all_that_deepspeed_has() -> None:
+    found = {key for key in keys_read((), {}) if is_section(key)}
+    assert found - checks.NOT_DRIVEN.keys() == set(SECTIONS)
+
+
+def test_every_section_that_refuses_unknown_keys_names_the_known() -> None:
+    """Also inside sections that DeepSpeed knows by an alias."""
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    inner = 0
+    for model in DeepSpeedConfigModel.__subclasses__():
+        for name, field in model.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                for given in {name, field.alias or name}:
+                    with pytest.raises(ValidationError) as caught:
+                        model.model_validate({given: {"no such key": 1}})
+                    lines = explain(caught.value, model)
+                    assert any(f"{given}.no such key: unknown key; known: " in x for x in lines)
+                    inner += 1
+    assert inner > 5
 
 
 def test_all_problems_at_once(altered: Callable[..., Any]) -> None:

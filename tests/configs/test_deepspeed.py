@@ -92,7 +92,7 @@ def test_auto_precision(
 def test_precision_mistakes(altered: Callable[..., Any]) -> None:
     on = {"enabled": True}
     (line,) = problems(altered({"deepspeed.fp16": on}))
-    assert line.startswith("deepspeed.fp16.enabled: DeepSpeed has no float16 on a CPU")
+    assert line.startswith("deepspeed.fp16.enabled: this trainer has no float16 on a CPU")
     gpu = Hardware(1, "cuda", bf16=True)
     (line,) = problems(altered({"deepspeed.fp16": on, "deepspeed.bf16": on}), gpu)
     assert "both enabled" in line
@@ -100,6 +100,14 @@ def test_precision_mistakes(altered: Callable[..., Any]) -> None:
     assert "deepspeed.bf16.enabled" in line
     (line,) = problems(altered({"deepspeed.bf16": True}))
     assert "expected an object" in line
+
+
+def test_expandable_segments_need_cudas_allocator(altered: Callable[..., Any]) -> None:
+    raw = altered({"training.expandable_segments": True})
+    (line,) = problems(raw)
+    assert line.startswith("training.expandable_segments: ")
+    assert "no caching allocator" in line
+    resolved(raw, Hardware(1, "cuda", bf16=True))
 
 
 def test_zero_block_is_checked_by_deepspeeds_own_schema(altered: Callable[..., Any]) -> None:

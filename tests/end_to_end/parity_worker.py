@@ -24,12 +24,22 @@ from configs.schema import RunConfig
 from data.loader import Loader
 from memory.checkpointing import checkpoint_blocks
 from memory.policies import block_policies
-from training.engine import Ranks, build_engine, leave, read_ranks, seed_step, start_process_group
+from training.engine import (
+    Ranks,
+    build_engine,
+    leave,
+    read_ranks,
+    seed_step,
+    start_process_group,
+    train_step,
+)
+from training.rehearse import rehearse
+from training.setup import open_data
 
 
 def steps_of(engine: Any, config: RunConfig, ranks: Ranks) -> Iterator[dict[str, Any]]:
     """Train to the end through the real step; yields each step's loss, norm and learning rate."""
-    data, _ = train.open_data(config)
+    data, _ = open_data(config)
     with Loader(
         data,
         micro_batch=engine.train_micro_batch_size_per_gpu(),
@@ -41,7 +51,7 @@ def steps_of(engine: Any, config: RunConfig, ranks: Ranks) -> Iterator[dict[str,
         for step in range(1, config.training.max_steps + 1):
             seed_step(config.training.seed, step, ranks.data_rank)
             lr = engine.get_lr()[0]
-            loss = train.mean_over_ranks(train.train_step(engine, loader))
+            loss = train.mean_over_ranks(train_step(engine, loader))
             yield {"losses": loss, "norms": train.gradient_norm(engine), "lrs": lr}
 
 
@@ -53,6 +63,8 @@ def run(config: RunConfig, ranks: Ranks) -> dict[str, list[Any]]:
         config.activation_checkpointing, config.model.layers, ranks.device.type
     )
     checkpoint_blocks(engine, config, policies)
+    if config.training.rehearse:
+        rehearse(engine, config.model.vocabulary_size, config.training.sequence_length)
     result: dict[str, list[Any]] = {"losses": [], "norms": [], "lrs": [], "updates": [], "row": []}
     whole = engine.zero_optimization_stage() < 3
     weights = all_weights(engine)

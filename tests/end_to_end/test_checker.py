@@ -176,35 +176,82 @@ GUIDE: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
-def test_the_guide_names_its_faults_at_once_and_trains_without_them(
-    altered: Callable[..., Any], command: Any, losses: Callable[..., Any]
-) -> None:
-    steps = ("--set", "training.max_steps=3")
-    done = command.train(altered({"deepspeed": GUIDE}), *steps)
+STEPS = ("--set", "training.max_steps=3")
+SECTION = "deepspeed.activation_checkpointing"
+
+
+def faults(done: Any) -> dict[str, str]:
+    """What a run was refused for, and what each message says, by key."""
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    lines = done.stderr.splitlines()
-    prefix = "deepspeed.activation_checkpointing"
-    faults = [
+    lines = [line.removeprefix("error: ").partition(": ") for line in done.stderr.splitlines()]
+    return {key: message for key, _, message in lines if key.startswith("deepspeed.")}
+
+
+@pytest.mark.slow
+def test_the_guide_names_its_faults_at_once_and_trains_without_them(
+    altered: Callable[..., Any], command: Any, losses: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert list(faults(command.train(altered({"deepspeed": GUIDE}), *STEPS))) == [
         "deepspeed.zero_optimization.offload_param",
-        prefix,
-        f"{prefix}.partition_activations",
-        f"{prefix}.contiguous_memory_optimization",
-        f"{prefix}.cpu_checkpointing",
+        SECTION,
+        f"{SECTION}.partition_activations",
+        f"{SECTION}.contiguous_memory_optimization",
+        f"{SECTION}.cpu_checkpointing",
     ]
-    named = [
-        line.removeprefix("error: ").partition(":")[0] for line in lines if "deepspeed." in line
-    ]
-    assert named == faults
     changes = {"deepspeed": GUIDE, "deepspeed.activation_checkpointing": ...}
     fixed = altered({**changes, "deepspeed.zero_optimization.offload_param": ...})
-    done = command.train(fixed, *steps)
+    done = command.train(fixed, *STEPS)
     assert done.returncode == 0, done.stderr[-3000:]
     warned = [line for line in done.stdout.splitlines() if line.startswith("warning    deepspeed")]
     assert len(warned) == 1
     assert "overlap_comm: one data-parallel rank" in warned[0]
     found = losses(fixed["training"]["run_folder"])
+    assert list(found) == [1, 2, 3]
+    assert all(0 < loss < 1.1 * math.log(67) for loss in found.values())
+
+    # The other cure of its section: blocks that DeepSpeed checkpoints, as far as a CPU can.
+    blocks = {"backend": "deepspeed", "policies": {"full": "all"}}
+    changes = {"deepspeed": GUIDE, "deepspeed.zero_optimization.offload_param": ...}
+    checkpointed = altered({**changes, "activation_checkpointing": blocks})
+    options = faults(command.train(checkpointed, *STEPS))
+    assert list(options) == [
+        f"{SECTION}.partition_activations",
+        f"{SECTION}.contiguous_memory_optimization",
+        f"{SECTION}.cpu_checkpointing",
+    ]
+    assert all("leave it out" in message for message in options.values())
+    left_out = altered(
+        {
+            **changes,
+            "activation_checkpointing": blocks,
+            **dict.fromkeys(options, ...),
+            "training.run_folder": str(tmp_path / "checkpointed"),
+        }
+    )
+    done = command.train(left_out, *STEPS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "blocks     full: 0-1" in done.stdout
+    assert losses(left_out["training"]["run_folder"]) == found, "checkpointing changed the losses"
+
+
+@pytest.mark.slow
+def test_the_guide_keeps_its_activation_options_under_tensor_parallelism(
+    altered: Callable[..., Any], command: Any, losses: Callable[..., Any]
+) -> None:
+    """As the checker's messages have it: set deepspeed.tensor_parallel.autotp_size."""
+    changes: dict[str, Any] = {
+        "deepspeed": GUIDE,
+        "deepspeed.zero_optimization.offload_param": ...,
+        "activation_checkpointing": {"backend": "deepspeed", "policies": {"full": "all"}},
+    }
+    options = faults(command.train(altered(changes), *STEPS))
+    assert "deepspeed.tensor_parallel.autotp_size" in options[f"{SECTION}.partition_activations"]
+    split = altered({**changes, "deepspeed.tensor_parallel": {"autotp_size": 2}})
+    assert all(split["deepspeed"]["activation_checkpointing"].values())
+    done = command.train(split, *STEPS, ranks=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = losses(split["training"]["run_folder"])
     assert list(found) == [1, 2, 3]
     assert all(0 < loss < 1.1 * math.log(67) for loss in found.values())
 

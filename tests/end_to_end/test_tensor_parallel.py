@@ -179,6 +179,33 @@ def test_two_ranks_hold_half_of_every_cut_matrix(
 
 
 @pytest.mark.slow
+def test_partitioned_checkpoints_keep_half_of_a_blocks_input(
+    altered: Callable[..., Any], train_all: Callable[..., Any]
+) -> None:
+    """Per rank, of two that hold one replica, and nothing else but two states of a generator."""
+    configs = {
+        f"{backend['reentrant']}, {partition}": altered(
+            {
+                **SPLIT,
+                "training.max_steps": 1,
+                "activation_checkpointing": {"backend": "deepspeed", "policies": {"full": "all"}}
+                | backend,
+                "deepspeed.activation_checkpointing": {"partition_activations": partition},
+            }
+        )
+        for backend in ({"reentrant": False}, {"reentrant": True})
+        for partition in (False, True)
+    }
+    for results in train_all(configs, 2):
+        for name, result in results.items():
+            whole, kept = result["kept"]["input"], result["kept"]["kept"]
+            expected = whole // 2 if name.endswith("True") else whole
+            others = 2 * torch.get_rng_state().nbytes + 64  # and the shapes of both, as tensors
+            assert expected <= kept <= expected + others, name
+            assert others < whole // 8, "too small an input to tell"
+
+
+@pytest.mark.slow
 def test_bfloat16_has_the_whole_norm_from_stage_1_on(
     altered: Callable[..., Any], train_all: Callable[..., Any]
 ) -> None:

@@ -190,10 +190,14 @@ def test_kept_bytes_equal_the_formula(architecture: str, policy: Policy) -> None
     assert kept == pytest.approx(expected_bytes(architecture, policy), abs=random_state)
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "neox"])
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
-def test_flops_of_recomputation(policy: Policy) -> None:
-    """full computes all matrix products again but the last, whose result backward never needs."""
-    model, x, rotary = block_and_input("gpt2")
+def test_flops_of_recomputation(policy: Policy, architecture: str) -> None:
+    """full computes all matrix products again but the last, whose result backward never needs.
+
+    selective computes none: not even neox's attention output, which it does not keep either.
+    """
+    model, x, rotary = block_and_input(architecture)
     apply_policies(model, (policy,))
     with FlopCounterMode(display=False) as counter:
         model.run_block(0, model.blocks[0], x, rotary).sum().backward()
@@ -205,3 +209,19 @@ def test_flops_of_recomputation(policy: Policy) -> None:
     forward = 2 * BATCH * TIME * WIDTH * WIDTH * (3 + 1 + 4 + 4)
     again = 2 * BATCH * TIME * WIDTH * WIDTH * (3 + 1 + 4) if policy == "full" else 0
     assert flops == 3 * forward + again
+
+
+def test_a_block_that_needs_what_selective_leaves_out_is_noticed() -> None:
+    """Here the attention output of a parallel block is used for more than being added."""
+    model = make("neox")
+    tokens_of_model = tokens(model)
+
+    def double(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        return output * output
+
+    model.blocks[1].attention.register_forward_hook(double)
+    apply_policies(model, PLANS["selective"])
+    model(*tokens_of_model).backward()
+    gradient = model.blocks[1].attention.output.weight.grad
+    assert gradient is not None
+    assert gradient.isnan().all()

@@ -263,6 +263,14 @@ def test_cures_suffice_for_what_was_missing(
             assert now.gpu.peak.total - then.gpu.peak.total == cure.saving
 
 
+def test_other_processes_leave_less_of_what_the_gpu_has(small: RunConfig) -> None:
+    now = plan(small, Machine(gpu_memory=GIB * 80))
+    others = GIB * 80 - now.gpu.peak.total + 30 * MIB
+    figures = Figures("device", 20 * MIB, capacity=GIB * 80)
+    report = diagnose(Observation("", "", 0, "cuda", figures, others=others), small, now)
+    assert (report.rule, report.missing) == ("other_process", 30 * MIB)
+
+
 def test_a_smaller_micro_batch_before_checkpoints_where_the_loss_ran_out(small: RunConfig) -> None:
     """Elsewhere what costs least time is first: the gradients of more micro-batches are sent."""
     stage2 = {"training.loss": "auto", "deepspeed.zero_optimization.stage": 2}

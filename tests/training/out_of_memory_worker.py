@@ -19,14 +19,22 @@ from configs.deepspeed import resolve
 from configs.schema import RunConfig, changed, load_config
 from memory.checkpointing import checkpoint_blocks
 from memory.policies import block_policies
-from train import train_step
-from training.engine import Ranks, build_engine, leave, read_ranks, start_process_group
+from training.engine import (
+    Ranks,
+    build_engine,
+    leave,
+    read_ranks,
+    start_process_group,
+    train_step,
+)
 from training.out_of_memory import (
     Whereabouts,
     is_out_of_memory,
     observe,
     report_out_of_memory,
 )
+from training.rehearse import give_back_memory
+from training.setup import prepare
 
 
 def data_bytes() -> int:
@@ -79,11 +87,10 @@ def main(path: str, allowed: int) -> int:
         observation = observe(training.engine, error, training.whereabouts.moment, ranks)
     if observation is None:
         return 0
-    if training.engine is not None:
-        training.engine.destroy()
     training.engine = None
-    gc.collect()
-    report_out_of_memory(config.training.run_folder, observation, config, ranks)
+    training.whereabouts.release_engine()
+    give_back_memory(ranks.device)
+    report_out_of_memory(prepare(config, ranks), observation)
     return 3
 
 

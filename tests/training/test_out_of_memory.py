@@ -19,9 +19,8 @@ from memory.policies import Policy
 from memory.recompute import apply_policies
 from model.config import ModelConfig
 from model.gpt import GPT, build
-from training import out_of_memory
 from training.engine import Ranks
-from training.out_of_memory import Whereabouts, is_out_of_memory
+from training.out_of_memory import Whereabouts, is_out_of_memory, report_out_of_memory
 
 MIB = 2**20
 CPU = Machine(kind="CPU")
@@ -208,26 +207,33 @@ def test_what_is_held_by_category(
         assert 0.99 * per_parameter[3] < gradients < 1.01 * per_parameter[3] + cut, name
 
 
-def test_without_room_for_the_planner_cures_are_general(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: Any) -> None:
-        raise error
+class Unplanned:
+    """What a report needs of a run, whose planning fails."""
 
-    monkeypatch.setattr(out_of_memory, "plan", fail)
+    def __init__(self, config: RunConfig, error: BaseException) -> None:
+        self.config, self.error = config, error
+        self.ranks = Ranks(1, 1, 2, 2, torch.device("cpu"))
+
+    def plan(self) -> Plan:
+        raise self.error
+
+
+def test_without_room_for_the_planner_cures_are_general(
+    config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen = Observation("MemoryError", "loss forward", 1, "cpu", Figures("host"))
-    ranks = Ranks(1, 1, 2, 2, torch.device("cpu"))
-    folder = Path(config.training.run_folder)
-    error: Exception = MemoryError()
-    report = out_of_memory.report_out_of_memory(folder, seen, config, ranks)
+    report = report_out_of_memory(Unplanned(config, MemoryError()), seen)
     assert (report.rule, report.planned) == ("loss", None)
     assert "in chunks" in report.cures[0].advice
     assert "out of memory on rank 1: loss" in capsys.readouterr().out
-    written = json.loads((folder / "out_of_memory_rank1.json").read_text())
-    assert read_report(written) == report
-    error = RuntimeError("a mistake of the planner")
+    written = Path(config.training.run_folder) / "out_of_memory_rank1.json"
+    assert read_report(json.loads(written.read_text())) == report
     with pytest.raises(RuntimeError, match="a mistake"):
-        out_of_memory.report_out_of_memory(folder, seen, config, ranks)
+        report_out_of_memory(Unplanned(config, RuntimeError("a mistake of the planner")), seen)
+    written.unlink()
+    with pytest.raises(SystemExit):  # as an abort by Python would
+        report_out_of_memory(Unplanned(config, SystemExit()), seen)
+    assert read_report(json.loads(written.read_text())).rule == "loss"
 
 
 def test_the_errors_that_mean_it() -> None:

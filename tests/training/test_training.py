@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
-from configs.schema import RunConfig
+import train
+from configs.schema import ConfigError, RunConfig
+from data.dataset import VocabularyError
+from memory.recompute import RecomputationError, apply_policies, explain_recomputation
 from model.gpt import build
 from training import checkpoint
-from training.engine import read_ranks, seed_step
+from training.engine import Ranks, read_ranks, seed_step, start_process_group
 from training.evaluate import validation_loss
+from training.extensions import BuildError
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 
@@ -77,8 +85,67 @@ def test_contradicting_launchers(
         read_ranks(argument)
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"},
+            "max_split_size_mb:128,expandable_segments:True",
+        ),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"},
+            "expandable_segments:False,expandable_segments:True",
+        ),
+    ],
+)
+@pytest.mark.parametrize("wanted", [True, False])
+def test_expandable_segments_are_asked_for_before_the_device_is_used(
+    environment: pytest.MonkeyPatch, variables: dict[str, str], expected: str, wanted: bool
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environment.delenv(name, raising=False)
+    os.environ.update(variables)
+    calls: list[Any] = []
+    environment.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    environment.setattr(torch.cuda, "set_device", calls.append)
+    environment.setattr(deepspeed, "init_distributed", lambda **_: None)
+    device = torch.device("cuda", 1)
+    start_process_group(Ranks(1, 1, 2, 2, device), expandable_segments=wanted)
+    assert calls == ([expected] if wanted else []) + [device]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError(["model.layers: unlike the weights"]), 2),
+        (VocabularyError("token 900"), 2),
+        (BuildError("no compiler"), 1),
+        (ConnectionError("port taken"), 1),
+    ],
+)
+def test_what_is_found_wrong_after_the_ranks_have_met_is_one_line(
+    environment: pytest.MonkeyPatch,
+    run_config: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(run_config))
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    environment.setattr(train, "start_process_group", lambda *_, **__: None)
+    environment.setattr(train, "train", fail)
+    assert train.main(["--config", str(path)]) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
 class PlainEngine:
-    """What validation_loss needs of an engine, around a bare model."""
+    """What a step and validation_loss need of an engine, around a bare model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.module = model
@@ -95,8 +162,17 @@ class PlainEngine:
         self.module.eval()
 
     def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        assert not torch.is_grad_enabled()
+        assert self.training == torch.is_grad_enabled()
         return self.module(inputs, targets)
+
+    def gradient_accumulation_steps(self) -> int:
+        return 1
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +211,53 @@ def test_a_failed_evaluation_leaves_training_mode_on(run_config: dict[str, Any])
     assert torch.is_grad_enabled()
 
 
+class Moody(torch.nn.Module):
+    """A block that changes what it does after the first call."""
+
+    def __init__(self, block: torch.nn.Module, second: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.block, self.second, self.calls = block, second, 0
+
+    def forward(self, x: Tensor, rotary: Any) -> Tensor:
+        self.calls += 1
+        x = self.block(x, rotary)
+        return x * x if self.calls == 1 else self.second(x)
+
+
+SECOND: dict[str, Callable[[Tensor], Tensor]] = {
+    "the same": lambda x: x * x,
+    "another dtype": lambda x: x.double() * x.double(),
+    "another shape": lambda x: x[:, :1] * x[:, :1],
+    "fewer tensors": lambda x: x,
+    "another operator": lambda x: (x @ x.mT[0]) @ x,
+}
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("second", SECOND)
+def test_a_block_that_computes_otherwise_in_backward_is_named(
+    run_config: dict[str, Any], policy: Any, second: str
+) -> None:
+    model = build(RunConfig.model_validate(run_config).model, seed=0)
+    model.blocks[1] = Moody(model.blocks[1], SECOND[second])
+    apply_policies(model, (policy, policy))
+    tokens = torch.randint(0, 67, (2, 17))
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if second == "the same":
+        train.train_step(PlainEngine(model), iter([batch]))
+        return
+    with pytest.raises(RecomputationError, match=r"^block 1: .*a counter") as caught:
+        train.train_step(PlainEngine(model), iter([batch]))
+    assert isinstance(caught.value.__cause__, CheckpointError)
+
+
+def test_other_errors_of_a_backward_pass_stay_as_they_are(run_config: dict[str, Any]) -> None:
+    model = build(RunConfig.model_validate(run_config).model, seed=0)
+    apply_policies(model, ("full", "full"))
+    with pytest.raises(RuntimeError, match="does not require grad"), explain_recomputation(model):
+        torch.zeros(()).backward()
+
+
 def test_what_may_change_when_a_run_goes_on(altered: Callable[..., Any]) -> None:
     def config(changes: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(altered(changes))
@@ -143,6 +266,7 @@ def test_what_may_change_when_a_run_goes_on(altered: Callable[..., Any]) -> None
         "training.max_steps": 99,
         "training.log_interval": 7,
         "data.validation": "elsewhere",
+        "training.expandable_segments": True,
     }
     free["activation_checkpointing"] = {"policies": {"full": "all"}}
     assert checkpoint.config_differences(config({}), config(free)) == []
