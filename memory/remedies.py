@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from configs.schema import RunConfig, changed
 from memory.cures import ACCUMULATION, MICRO_BATCH, POLICIES, ZERO, Cure, cures, search
@@ -63,7 +62,7 @@ def general(rule: Rule, observation: Observation) -> list[Proposal]:
 def proposals(
     rule: Rule, observation: Observation, config: RunConfig, plan: Plan
 ) -> tuple[int | None, list[Proposal]]:
-    """Bytes to save, and changes to the config: what suffices first, then by the step's time.
+    """Bytes to save, and changes to the config: what suffices, by the step's time, then the rest.
 
     `plan` is the run's own.
     """
@@ -73,8 +72,11 @@ def proposals(
         return observation.figures.requested, _smaller_saves(observation, config, plan)
     host = rule in ("host", "host_killed")
     limit = (host_limit if host else device_limit)(observation, plan)
-    place: dict[str, Any] = {"host_memory" if host else "gpu_memory": limit}
-    machine = plan.machine._replace(**place)
+    if host:
+        has = plan.machine.gpu_memory or observation.figures.capacity
+        machine = plan.machine._replace(host_memory=limit, gpu_memory=has)
+    else:
+        machine = plan.machine._replace(gpu_memory=limit)
     now = Planner(config, machine).plan(plan.policies)
     found = [*cures(config, machine, now), *_smaller_micro_batches(config, machine, now)]
     if host:
@@ -85,10 +87,13 @@ def proposals(
         found.append(search(config, machine, frozenset(over)))
     found.sort(
         key=lambda cure: (
-            not cure.plan.fits, cure.machine != machine, _preference(rule, cure),
+            not cure.plan.fits,
+            cure.machine != machine,
+            cure.plan.gpu.shortfall + cure.plan.host.shortfall,
+            _preference(rule, cure),
             cure.plan.step.total,
         )
-    )  # fmt: skip
+    )
     unique = {repr((sorted(cure.changes.items()), cure.machine.gpus)): cure for cure in found}
     missing = now.host.shortfall if host else now.gpu.shortfall
     proposed = [_proposal(cure, now, host=host) for cure in unique.values()]
@@ -161,8 +166,8 @@ def _off_the_host(config: RunConfig, machine: Machine, now: Plan) -> Iterator[Cu
 def device_limit(observation: Observation, plan: Plan) -> int:
     """Bytes that a rank's device has for this run, as the plan counts them.
 
-    Where nothing says, or where the plan would have fitted: what was held when it failed. That is
-    more than was known to fit before, and less than there is.
+    Where nothing says, or where the plan would have fitted: what was held when it failed, which is
+    the least that the device is known to have.
     """
     figures, peak = observation.figures, plan.gpu.peak.total
     known = plan.machine.gpu_memory

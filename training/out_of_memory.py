@@ -185,11 +185,21 @@ def _tensors(nested: Any) -> Iterator[Tensor]:
 def report_out_of_memory(run: Run, observation: Observation) -> Report:
     """Explain on this rank: printed, and written to the run folder.
 
-    To be called when the error has been handled and its traceback is gone: the planner needs some
-    tens of MiB of main memory. Of several ranks each has a file of its own.
+    To be called when the error has been handled and what it held is gone: the planner needs 75 MiB
+    of main memory, and without them the cures are general ones. Of several ranks each has a file of
+    its own.
     """
+<<<<<<< HEAD
     ranks = run.ranks
     report = diagnose(observation, run.config, run.plan())
+=======
+    try:
+        report = diagnose(observation, config, plan(config, machine_of(ranks)))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        report = diagnose(observation)
+>>>>>>> doctor
     name = "out_of_memory" if ranks.world_size == 1 else f"out_of_memory_rank{ranks.rank}"
     folder = Path(run.config.training.run_folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -307,6 +307,22 @@ def test_a_save_is_cured_by_holding_less(small: RunConfig) -> None:
     assert not any("activation_checkpointing.policies" in cure.changes for cure in report.cures)
 
 
+def test_a_host_is_cured_by_what_leaves_it_if_the_gpu_has_room(small: RunConfig) -> None:
+    offload = {"device": "cpu", "pin_memory": True}
+    zero = "deepspeed.zero_optimization"
+    config = changed(small, {f"{zero}.stage": 2, f"{zero}.offload_optimizer": offload})
+    now = plan(config, Machine())
+    back = {f"{zero}.offload_optimizer": None}
+    then = plan(changed(config, back), Machine())
+    assert then.gpu.peak.total > now.gpu.peak.total
+    for room, expected in ((then.gpu.peak.total, True), (then.gpu.peak.total - 1, False)):
+        figures = Figures("host", MIB, capacity=room)
+        seen = Observation(HOST, "optimizer step", 0, "cuda", figures)
+        report = diagnose(seen, config, now)
+        assert report.rule == "host"
+        assert [cure.fits for cure in report.cures if cure.changes == back] == [expected]
+
+
 @pytest.mark.parametrize("moment", ["block 0 forward", "optimizer step", "checkpoint save", ""])
 def test_reports_come_back_from_json(moment: str, small: RunConfig) -> None:
     now = plan(small, Machine())

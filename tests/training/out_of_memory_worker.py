@@ -75,8 +75,7 @@ def main(path: str, allowed: int) -> int:
     warm_up.engine.destroy()
     del warm_up
     gc.collect()
-    unlimited = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + allowed, unlimited[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + allowed,) * 2)
     training = Training(config, ranks)
     observation = None
     try:
@@ -87,11 +86,17 @@ def main(path: str, allowed: int) -> int:
         observation = observe(training.engine, error, training.whereabouts.moment, ranks)
     if observation is None:
         return 0
+    if training.engine is not None:
+        training.engine.destroy()
     training.engine = None
     gc.collect()
+<<<<<<< HEAD
     # The planner loads torch's compiler for its tracing: that is no part of the training.
     resource.setrlimit(resource.RLIMIT_DATA, unlimited)
     report_out_of_memory(prepare(config, ranks), observation)
+=======
+    report_out_of_memory(config.training.run_folder, observation, config, ranks)
+>>>>>>> doctor
     return 3
 
 

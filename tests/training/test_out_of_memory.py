@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from configs.schema import RunConfig, changed
-from memory.diagnosis import Report, read_report
+from memory.diagnosis import Observation, Report, read_report
 from memory.machine import Machine
+from memory.messages import Figures
 from memory.planner import Plan, plan
 from memory.policies import Policy
 from memory.recompute import apply_policies
 from model.config import ModelConfig
 from model.gpt import GPT, build
+from training import out_of_memory
+from training.engine import Ranks
 from training.out_of_memory import Whereabouts, is_out_of_memory
 
 MIB = 2**20
@@ -145,6 +148,8 @@ def test_a_model_that_cannot_be_built(config: RunConfig, run: Run) -> None:
     assert (report.rule, report.observation.moment) == ("capacity", "initialisation")
     assert report.observation.held is not None
     assert report.observation.held.keys() == {"rest"}, "there is no engine yet"
+    assert report.planned is not None, "the planner has room where the run had not"
+    assert report.planned["parameters"] == 4 * config.model.parameter_count()
 
 
 BF16 = {"deepspeed.bf16": {"enabled": True}}
@@ -201,6 +206,28 @@ def test_what_is_held_by_category(
         cut = 4 * (4 * 64 * 64) / count if ranks > 1 and name.endswith("ZeRO 2") else 0.0
         gradients = held["backward"]["gradients"] / count
         assert 0.99 * per_parameter[3] < gradients < 1.01 * per_parameter[3] + cut, name
+
+
+def test_without_room_for_the_planner_cures_are_general(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(out_of_memory, "plan", fail)
+    seen = Observation("MemoryError", "loss forward", 1, "cpu", Figures("host"))
+    ranks = Ranks(1, 1, 2, 2, torch.device("cpu"))
+    folder = Path(config.training.run_folder)
+    error: Exception = MemoryError()
+    report = out_of_memory.report_out_of_memory(folder, seen, config, ranks)
+    assert (report.rule, report.planned) == ("loss", None)
+    assert "in chunks" in report.cures[0].advice
+    assert "out of memory on rank 1: loss" in capsys.readouterr().out
+    written = json.loads((folder / "out_of_memory_rank1.json").read_text())
+    assert read_report(written) == report
+    error = RuntimeError("a mistake of the planner")
+    with pytest.raises(RuntimeError, match="a mistake"):
+        out_of_memory.report_out_of_memory(folder, seen, config, ranks)
 
 
 def test_the_errors_that_mean_it() -> None:
