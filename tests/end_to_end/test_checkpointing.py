@@ -56,6 +56,37 @@ def test_same_losses_and_weights(
         assert result["losses"][2] != result["losses"][0]
 
 
+@pytest.mark.slow
+def test_parameters_that_are_gathered_again_in_a_recomputation(
+    altered: Callable[..., Any], train_all: Callable[..., Any]
+) -> None:
+    """DeepSpeed joins gathered parameters by operations in the midst of the block's own."""
+    zero = {
+        "stage": 3,
+        "stage3_max_reuse_distance": 2_000,
+        "stage3_prefetch_bucket_size": 4_000,
+        "stage3_param_persistence_threshold": 10,
+    }
+    plans = {name: TORCH[name] for name in ("none", "full", "selective")}
+    results = train_all(
+        {
+            name: altered(
+                {
+                    "model.layers": 4,
+                    "training.max_steps": 3,
+                    "deepspeed.zero_optimization": zero,
+                    "activation_checkpointing": checkpointing,
+                }
+            )
+            for name, checkpointing in plans.items()
+        },
+        ranks=2,
+    )
+    for name in plans:
+        assert results[name]["losses"] == results["none"]["losses"], name
+        assert results[name]["weights"] == results["none"]["weights"], name
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "partitioned": {"partition_activations": True},
     "contiguous": {"partition_activations": True, "contiguous_memory_optimization": True},

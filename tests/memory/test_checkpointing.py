@@ -108,6 +108,25 @@ def test_a_block_whose_input_needs_no_gradient_trains(plan: str) -> None:
     assert same(loss_and_gradients(model), expected)
 
 
+def test_what_a_recomputation_does_beside_the_block_is_left_alone() -> None:
+    """ZeRO 3 gathers parameters in the midst of it, and not always as in the forward pass."""
+    model = make("gpt2", dropout=0.1)
+    expected = loss_and_gradients(model)
+    apply_policies(model, PLANS["selective"])
+    gathered = []
+
+    @torch.no_grad()
+    def gather(module: nn.Module, arguments: Any) -> None:
+        if len(gathered) % 2:  # the recomputation's calls follow those of the forward pass
+            torch.cat([parameter.flatten() for parameter in module.parameters()])
+        gathered.append(module)
+
+    for block in model.blocks:
+        block.mlp.register_forward_pre_hook(gather)
+    assert same(loss_and_gradients(model), expected)
+    assert len(gathered) == 2 * len(model.blocks)
+
+
 def calls_of_blocks(model: GPT, run: Callable[[], Any]) -> list[int]:
     calls = [0] * len(model.blocks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import re
 import time
 from pathlib import Path
@@ -69,13 +70,20 @@ def test_memory_is_the_peak_and_in_bytes() -> None:
     assert grown >= 256 * 2**20
 
 
+def fresh_memory(size: int) -> mmap.mmap:
+    """Memory from the system: the allocator may hand out what another test has left."""
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.write(b"1" * size)
+    return block
+
+
 def test_alive_memory_is_neither_the_peak_nor_a_file(tmp_path: Path) -> None:
     size = 64 * 2**20
     (tmp_path / "corpus").write_bytes(bytes(size))
     before = metrics.alive_memory_bytes(CPU)
-    block = torch.ones(size // 4)
+    block = fresh_memory(size)
     assert metrics.alive_memory_bytes(CPU) - before == pytest.approx(size, rel=0.1)
-    del block
+    block.close()
     corpus = np.memmap(tmp_path / "corpus", np.uint8, "r")
     assert corpus.sum() == 0, "every page of the file is resident now"
     assert metrics.alive_memory_bytes(CPU) - before < size // 8
@@ -84,7 +92,7 @@ def test_alive_memory_is_neither_the_peak_nor_a_file(tmp_path: Path) -> None:
 def test_a_growing_list_is_a_leak_and_told_once() -> None:
     watch, kept, told = metrics.LeakWatch(), [], []
     for step in range(40):
-        kept.append(torch.ones(2**20))  # 4 MiB
+        kept.append(fresh_memory(4 * MIB))
         sentence = watch.read(metrics.alive_memory(CPU, {"optimizer_states": 2**30}))
         told += [(step, sentence)] if sentence else []
     # 16 sizes after 5 that are not looked at; the last quarter starts 9 steps above the first.
@@ -96,7 +104,7 @@ def test_a_growing_list_is_a_leak_and_told_once() -> None:
 def test_what_rises_and_falls_is_no_leak() -> None:
     watch, kept = metrics.LeakWatch(), []
     for _ in range(200):
-        kept.append(torch.ones(2**20))
+        kept.append(fresh_memory(4 * MIB))
         assert watch.read(metrics.alive_memory(CPU)) is None
         if len(kept) == 7:
             kept.clear()
