@@ -65,7 +65,8 @@ class TrainingConfig(Section):
     expandable_segments: bool = False
     """Let torch's CUDA allocator grow its segments, against fragmentation."""
     rehearse: bool | None = None
-    """Whether a step that changes nothing comes first, to see that it fits; left out: on a GPU."""
+    """Whether a step that changes nothing comes first, to see that it fits. Left out: on a GPU, and
+    where its outcome is acted on."""
     on_out_of_memory: Literal["stop", "adapt"] = "stop"
     """What a rehearsal that does not fit leads to: "adapt" recomputes more, then halves the
     micro-batch and doubles the accumulation, until it fits."""
@@ -119,6 +120,20 @@ class RunConfig(Section):
                 "training.compile_blocks: a compiled block shows no matrix products to "
                 'activation_checkpointing.policies.selective; use "full" or do not compile'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_rehearsal(self) -> RunConfig:
+        zero = self.deepspeed.get("zero_optimization")
+        offloads = [v for k, v in zero.items() if "offload" in k] if isinstance(zero, dict) else []
+        on_nvme = any(isinstance(o, dict) and o.get("device") == "nvme" for o in offloads)
+        adapts = self.training.on_out_of_memory == "adapt"
+        if on_nvme and (self.training.rehearse or adapts):
+            raise ValueError(
+                "training.rehearse: a step with offload to NVMe writes to it and cannot be undone"
+            )
+        if adapts and self.training.rehearse is False:
+            raise ValueError('training.on_out_of_memory: "adapt" needs training.rehearse')
         return self
 
     @model_validator(mode="after")

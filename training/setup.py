@@ -49,8 +49,11 @@ class Run:
             (zero.get(key) or {}).get("device") == "nvme"
             for key in ("offload_optimizer", "offload_param")
         )
-        asked = self.config.training.rehearse
-        return not on_nvme and (self.ranks.device.type == "cuda" if asked is None else asked)
+        training = self.config.training
+        if training.rehearse is not None:
+            return training.rehearse
+        adapts = training.on_out_of_memory == "adapt"
+        return adapts or (self.ranks.device.type == "cuda" and not on_nvme)
 
     def plan(self) -> Plan:
         machine = machine_of(self.ranks, self.config)
