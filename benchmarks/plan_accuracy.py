@@ -40,6 +40,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama GQA": {"preset": "llama", "kv_heads": 2, "heads": 4},
     "gpt2 dropout": {"preset": "gpt2", "dropout": 0.1, "tied_embeddings": False},
 }
+PRESET_SWITCHES = (
+    "norm", "position", "rotary_fraction", "mlp", "parallel_residual", "biases", "kv_heads",
+    "mlp_width", "tied_embeddings",
+)  # fmt: skip
 POLICIES: dict[str, dict[str, str]] = {
     "none": {},
     "selective": {"selective": "all"},
@@ -109,7 +113,9 @@ def case(
     ranks: int,
     changes: dict[str, Any],
 ) -> Case:
-    shape = {f"model.{key}": value for key, value in MODELS[model].items()}
+    # The base has every switch filled in; the case's own preset is to fill them in anew.
+    shape: dict[str, Any] = {f"model.{key}": None for key in PRESET_SWITCHES}
+    shape |= {f"model.{key}": value for key, value in MODELS[model].items()}
     config = changed(base, {**shape, "deepspeed.zero_optimization": zero, **changes})
     return Case(f"{name}, ZeRO {zero['stage']}, {ranks} ranks", config, ranks)
 
@@ -123,18 +129,10 @@ def base_config() -> RunConfig:
         "deepspeed.train_micro_batch_size_per_gpu": 2,
         "deepspeed.bf16.enabled": False,
     }
-    switches = {f"model.{name}": None for name in ("tied_embeddings", *PRESET_SWITCHES)}
     return changed(
         load_config("configs/quickstart.json"),
-        {**switches, **sizes, **batch, "training.sequence_length": 128},
+        {**sizes, **batch, "training.sequence_length": 128},
     )
-
-
-# The preset of a case fills these in, so the quickstart's own must go.
-PRESET_SWITCHES = (
-    "norm", "position", "rotary_fraction", "mlp", "parallel_residual", "biases", "kv_heads",
-    "mlp_width",
-)  # fmt: skip
 
 
 def rows(found: list[Case]) -> tuple[list[Row], float, float]:

@@ -59,6 +59,7 @@ def problems_of(config: RunConfig, section: Mapping[str, Any], device: str) -> l
     lines += section_problems(driven)
     lines += _zero(_block(section, "zero_optimization"), section)
     lines += _checkpointing(config, section, device)
+    lines += _backend(config, section)
     lines += _optimizer(section)
     lines += _data_types(section)
     lines += _other(section)
@@ -173,6 +174,20 @@ def _checkpointing(config: RunConfig, section: Mapping[str, Any], device: str) -
         yield (
             f"{CHECKPOINTING}.cpu_checkpointing: on a CPU DeepSpeed crashes in backward (its copy "
             "is the emptied tensor itself); leave it out, the activations are in host memory"
+        )
+
+
+def _backend(config: RunConfig, section: Mapping[str, Any]) -> Iterator[str]:
+    """With dropout, its mask is what backward asks for first, early enough."""
+    settings = config.activation_checkpointing
+    checkpoints = settings.policies == "auto" or "full" in settings.policies
+    affected = settings.backend == "deepspeed" and not settings.reentrant and checkpoints
+    stage = _block(section, "zero_optimization").get("stage", 0)
+    if affected and stage == 3 and config.model.dropout == 0:
+        yield (
+            'activation_checkpointing.backend: "deepspeed" computes a block again in the midst of '
+            "its last layer's backward, and ZeRO 3 then takes that layer's weights away: without "
+            'dropout backward crashes. Use "torch", or "reentrant": true'
         )
 
 

@@ -342,3 +342,23 @@ def test_keys_are_those_of_deepspeeds_documentation() -> None:
 def test_nearest_names_ignore_case_or_list_the_known() -> None:
     assert nearest("ADAMW", ["AdamW", "SGD"]) == "did you mean 'AdamW'?"
     assert nearest("zzz", ["b", "a"]) == "known: a, b"
+
+
+def test_deepspeeds_checkpoints_at_zero_3_need_dropout(altered: Callable[..., Any]) -> None:
+    def run(**settings: Any) -> dict[str, Any]:
+        checkpointing = {"backend": "deepspeed", "policies": {"full": "all"}} | settings
+        return {ZERO_KEY: {"stage": 3}, "activation_checkpointing": checkpointing}
+
+    raw = altered({**run(), "model.dropout": 0.0})
+    (line,) = [text for text in problems(raw) if "backend" in text]
+    assert '"reentrant": true' in line
+    for fine in (
+        {**run(), "model.dropout": 0.1},
+        {**run(reentrant=True), "model.dropout": 0.0},
+        {**run(policies={}), "model.dropout": 0.0},
+        {**run(), "model.dropout": 0.0, ZERO_KEY: {"stage": 2}},
+    ):
+        resolve(RunConfig.model_validate(altered(fine)), CPU)
+
+
+ZERO_KEY = "deepspeed.zero_optimization"

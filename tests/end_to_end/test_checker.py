@@ -268,3 +268,32 @@ def test_check_prints_warnings_after_the_config_and_refuses_mistakes(
     done = command.train(altered({"deepspeed.gradient_cliping": 0.5}), "--check")
     assert done.returncode == 2
     assert "did you mean 'gradient_clipping'?" in done.stderr
+
+
+UNCHECKED = """
+import sys
+from configs import checks
+checks._backend = lambda *_: []
+import train
+from training.engine import leave
+leave(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_deepspeeds_checkpoints_crash_at_zero_3_without_dropout(
+    altered: Callable[..., Any], command: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    raw = altered(
+        {
+            "model.dropout": 0.0,
+            "training.max_steps": 1,
+            "deepspeed.zero_optimization": {"stage": 3},
+            "activation_checkpointing": {"backend": "deepspeed", "policies": {"full": "all"}},
+        }
+    )
+    path.write_text(json.dumps(raw))
+    done = command.python("-c", UNCHECKED, "--config", str(path), env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 1
+    assert "must match the size of tensor" in done.stderr
