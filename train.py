@@ -43,7 +43,13 @@ from training.engine import (
 )
 from training.evaluate import validation_loss
 from training.extensions import BuildError
-from training.out_of_memory import OutOfMemory, Whereabouts, explained, report_out_of_memory
+from training.out_of_memory import (
+    OutOfMemory,
+    Whereabouts,
+    bytes_by_category,
+    explained,
+    report_out_of_memory,
+)
 from training.rehearse import any_rank, give_back_memory, rehearse
 from training.report import conclude, describe, describe_milder, say
 from training.setup import Run, policies_of, prepare
@@ -145,7 +151,7 @@ def train(run: Run, where: Whereabouts) -> None:
         enabled=ranks.rank == 0,
     )
     with loader, writer, explained(where, run):
-        loss = loop(run, engine, loader, writer)
+        loss = loop(run, engine, loader, writer, where)
     conclude(run, loss)
 
 
@@ -196,13 +202,16 @@ def explain(failure: OutOfMemory, where: Whereabouts) -> int:
     return 1
 
 
-def loop(run: Run, engine: Any, loader: Loader, writer: metrics.MetricsWriter) -> float:
+def loop(
+    run: Run, engine: Any, loader: Loader, writer: metrics.MetricsWriter, where: Whereabouts
+) -> float:
     """Train, log, evaluate and save up to max_steps; returns the last validation loss."""
     training, ranks = run.config.training, run.ranks
     validation = math.nan
+    where.moment = "evaluation"
     if not run.checkpoint:
         validation = evaluate(run, engine, 0, writer)
-    speed = measure_speed(run)
+    speed, leaks = measure_speed(run), metrics.LeakWatch()
     for step in range(run.start.step + 1, training.max_steps + 1):
         seed_step(training.seed, step, ranks.data_rank)
         lr = engine.get_lr()[0]
@@ -222,10 +231,14 @@ def loop(run: Run, engine: Any, loader: Loader, writer: metrics.MetricsWriter) -
                     **speed.read(loader.wait_seconds),
                 }
             )
+            if leak := leaks.read(metrics.alive_memory(ranks.device, bytes_by_category(engine))):
+                print(f"warning    rank {ranks.rank}, step {step}: {leak}", flush=True)
         if last or step % training.evaluation_interval == 0:
+            where.moment = "evaluation"
             with speed.paused():
                 validation = evaluate(run, engine, step, writer)
         if last or step % training.save_interval == 0:
+            where.moment = "checkpoint save"
             with speed.paused():
                 progress = replace(run.start, step=step, samples_consumed=loader.samples_consumed)
                 checkpoint.save_checkpoint(engine, run.config, progress)
