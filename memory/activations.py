@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,7 @@ def trace(
     with _fake(shape), set_checkpoint_early_stop(early_stop):
         model = _one_block(config, shape, loss, z_loss)
         tokens = torch.zeros(shape.micro_batch, shape.sequence_length, dtype=torch.int64)
+        play = partial(record, model, scratches=shape.device == "cpu")
         embedded: list[Any] = []  # holds positions and rotary tables as long as GPT.forward does
 
         def embed(_: None) -> Tensor:
@@ -80,15 +82,15 @@ def trace(
         x = embed(None)
         shape_of_x, hidden = x.shape, x.nbytes
         del x
-        embedding = record(model, None, embed)
+        embedding = play(None, embed)
         rotary = embedded[1]
-        head = record(model, shape_of_x, lambda x: model.head(model.final_norm(x), tokens))
+        head = play(shape_of_x, lambda x: model.head(model.final_norm(x), tokens))
         head = replace(head, forward=_as_loss(head.forward), backward=_as_loss(head.backward))
         blocks = {}
         for policy in policies:
             apply_policies(model, (policy,))
-            blocks[policy] = record(
-                model, shape_of_x, lambda x: model.run_block(0, model.blocks[0], x, rotary)
+            blocks[policy] = play(
+                shape_of_x, lambda x: model.run_block(0, model.blocks[0], x, rotary)
             )
     return Traced(embedding, blocks, head, hidden, batch=2 * tokens.nbytes)
 

@@ -116,5 +116,9 @@ class Timeline:
             if name not in self._shared:
                 self._shared[name] = size
                 return
-            self.ledger.free("gradients", self._shared.pop(name))  # added to the other in place
+            # Their sum is a third tensor (measured): autograd adds up in place what nothing views,
+            # and the head's half is a transposed view.
+            self.ledger.allocate("gradients", size)
+            self.ledger.free("gradients", size)
+            self.ledger.free("gradients", self._shared.pop(name))
         self.states.gradient(self.ledger, self.parameters[name])
