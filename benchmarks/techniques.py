@@ -28,11 +28,12 @@ from benchmarks.measure import (
 from configs.deepspeed import resolve
 from configs.schema import ConfigError, load_config
 from memory.checkpointing import checkpoint_blocks
-from memory.policies import Policy, block_policies
+from memory.policies import Policy
 from memory.recompute import apply_policies
 from model.config import ModelConfig
 from model.gpt import build
 from training.engine import build_engine, read_ranks, start_process_group, train_step
+from training.setup import machine_of, policies_of
 
 REFERENCE = "quickstart"
 WIDE: dict[str, Any] = {"width": 1024, "heads": 16, "max_sequence_length": 512}
@@ -48,7 +49,7 @@ def runnable(path: Path) -> str | None:
     config, ranks = load_config(path), read_ranks()
     try:
         resolve(config, ranks.hardware())
-        block_policies(config.activation_checkpointing, config.model.layers, ranks.device.type)
+        policies_of(config, machine_of(ranks, config))
     except ConfigError as error:
         return str(error)
     return None
@@ -60,10 +61,7 @@ def prepare_training(path: Path) -> Callable[[], Any]:
     start_process_group(ranks)
     section = resolve(config, ranks.hardware())
     engine = build_engine(config, section, ranks)
-    policies = block_policies(
-        config.activation_checkpointing, config.model.layers, ranks.device.type
-    )
-    checkpoint_blocks(engine, config, policies)
+    checkpoint_blocks(engine, config, policies_of(config, machine_of(ranks, config)))
     shape = section["train_micro_batch_size_per_gpu"], config.training.sequence_length + 1
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.model.vocabulary_size, shape, generator=generator)

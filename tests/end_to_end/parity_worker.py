@@ -23,7 +23,6 @@ from configs.deepspeed import resolve, tensor_parallel_size
 from configs.schema import RunConfig
 from data.loader import Loader
 from memory.checkpointing import checkpoint_blocks
-from memory.policies import block_policies
 from training.engine import (
     Ranks,
     build_engine,
@@ -34,7 +33,7 @@ from training.engine import (
     train_step,
 )
 from training.rehearse import rehearse
-from training.setup import open_data
+from training.setup import machine_of, open_data, policies_of
 
 
 def steps_of(engine: Any, config: RunConfig, ranks: Ranks) -> Iterator[dict[str, Any]]:
@@ -59,10 +58,7 @@ def run(config: RunConfig, ranks: Ranks) -> dict[str, list[Any]]:
     section = resolve(config, ranks.hardware())
     ranks = replace(ranks, tensor_parallel=tensor_parallel_size(section))
     engine = build_engine(config, section, ranks)
-    policies = block_policies(
-        config.activation_checkpointing, config.model.layers, ranks.device.type
-    )
-    checkpoint_blocks(engine, config, policies)
+    checkpoint_blocks(engine, config, policies_of(config, machine_of(ranks, config)))
     if config.training.rehearse:
         rehearse(engine, config.model.vocabulary_size, config.training.sequence_length)
     result: dict[str, list[Any]] = {"losses": [], "norms": [], "lrs": [], "updates": [], "row": []}
