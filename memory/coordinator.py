@@ -83,7 +83,7 @@ class Coordinator:
         self.entered: set[str] = set()
         self.in_backward: dict[str, None] = {}
         self.released_after: dict[tuple[str, int], frozenset[Shard]] = {}
-        self.aliases: dict[str, int] = {}
+        self.aliases: dict[str, list[int]] = {}
         """Bytes by module that a recomputation still refers to after their release."""
 
     def reset_step(self, ledger: Ledger) -> None:
@@ -214,10 +214,11 @@ class Coordinator:
                 self._apart(ledger, shard)
                 if self.in_backward and not backward and not shard.held:
                     ledger.allocate("parameters", held)
-                    self.aliases[module] = self.aliases.get(module, 0) + held
+                    self.aliases.setdefault(module, []).append(held)
 
     def drop_aliases(self, ledger: Ledger, module: str) -> None:
-        ledger.free("parameters", self.aliases.pop(module, 0))
+        for size in self.aliases.pop(module, ()):
+            ledger.free("parameters", size)
 
     def _released_after(self, module: str) -> frozenset[Shard]:
         """__params_to_release: decided once for each step of the trace."""

@@ -2,30 +2,31 @@
 
 Blocks differ in nothing but their place: at a block's backward only the blocks before it still keep
 anything. So what a policy needs at a place is known from one replay in which every block has that
-policy, and what a mixture needs is a sum. Mixtures are tried from the cheapest on, and the one that
-is chosen is replayed in full.
+policy, and what a mixture needs is a sum. Of all orders of some numbers of blocks per policy, the
+one that needs least is found block by block. Mixtures are tried from the cheapest on, and the one
+that is chosen is replayed in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
+from math import comb
+from typing import NamedTuple
 
 import numpy as np
 
 from memory.cost import SPEEDS, block_seconds
+from memory.ledger import rounded
 from memory.planner import Place, Plan, Planner
 from memory.policies import Policy
-
-CHUNK = 512
-"""Numbers of blocks per policy that are tried at once."""
+from memory.timeline import OFFLOADS_IN_FLIGHT
 
 
 @dataclass(frozen=True)
 class Fit:
     plan: Plan
-    """The cheapest that fits; where none does, the one that needs least memory."""
+    """The cheapest that fits; where none does, the one that lacks least memory."""
     next_best: Plan | None
     """The cheapest that fits with other numbers of blocks."""
 
@@ -38,8 +39,6 @@ def fit(planner: Planner, *, alternatives: bool = True) -> Fit:
     nothing = planner.plan(uniform(planner, "none"))
     if nothing.fits and not alternatives:
         return Fit(nothing, None)
-    if _elsewhere(nothing) > _limit(nothing.gpu) or _states_on_host(nothing) > _limit(nothing.host):
-        return Fit(planner.plan(uniform(planner, candidates(planner)[-1])), None)
     mixtures = _Mixtures(planner, nothing)
     found: list[Plan] = []
     for policies in mixtures.fitting():
@@ -49,7 +48,7 @@ def fit(planner: Planner, *, alternatives: bool = True) -> Fit:
             if len(found) == 1 + alternatives:
                 break
     if not found:
-        return Fit(planner.plan(mixtures.smallest()), None)
+        return Fit(planner.plan(mixtures.nearest()), None)
     return Fit(found[0], found[1] if len(found) > 1 else None)
 
 
@@ -66,103 +65,159 @@ def candidates(planner: Planner) -> tuple[Policy, ...]:
     return ("none", *selective, "full", *offload)
 
 
+class _Option(NamedTuple):
+    """A policy that every block can have. Bytes of the GPU, by block."""
+
+    policy: Policy
+    seconds: float
+    kept: int
+    """From a block's forward to its backward."""
+    forward: np.ndarray
+    """At the block's forward, beyond what other blocks have there."""
+    backward: np.ndarray
+
+
 class _Mixtures:
-    """Peak and time of every number of blocks per policy, in every order of the policies."""
+    """Every number of blocks per policy, the cheapest first, and the order that needs least."""
 
     def __init__(self, planner: Planner, nothing: Plan) -> None:
-        self.nothing = nothing
-        self.policies = candidates(planner)
-        self.layers = layers = planner.config.model.layers
-        traced = planner.traced
-        speeds, element = SPEEDS[planner.machine.kind], planner.setup.element
-        self.seconds = np.array(
-            [block_seconds(traced, policy, speeds, element) for policy in self.policies]
-        )
-        self.kept = np.array(
-            [0 if policy == "offload" else traced.blocks[policy].kept for policy in self.policies]
-        )
-        self.on_host = np.array([p == "offload" for p in self.policies]) * traced.hidden
-        others = [planner.plan(uniform(planner, policy)) for policy in self.policies[1:]]
-        plans = [nothing, *others]
-        peaks = [_peaks(plan) for plan in plans]
-        # What block i needs under each policy, beyond what the blocks before it keep.
-        self.at_block = np.array(
-            [
-                [
-                    max(peak[f"block {i} forward"], peak[f"block {i} backward"]) - i * kept
-                    for i in range(layers)
-                ]
-                for peak, kept in zip(peaks, self.kept, strict=True)
-            ]
-        )
-        loss = max(peaks[0]["loss forward"], peaks[0]["loss backward"])
-        self.at_loss = loss - layers * self.kept[0]
-        self.elsewhere = _elsewhere(nothing)
-        self.host = _states_on_host(nothing)
+        self.planner, self.nothing = planner, nothing
+        self.layers = planner.config.model.layers
+        self.hidden = rounded(planner.traced.hidden, planner.granularity)
+        self.options = [self._option(policy) for policy in candidates(planner)]
+        self.offloads = self.options[-1].policy == "offload"
+        axes = len(self.options) - 1
+        states = np.argwhere(np.indices([self.layers + 1] * axes).sum(0) <= self.layers)
+        self.states = states[np.argsort(states.sum(1), kind="stable")]
+        """[states, options but the last]: counts of the blocks before one. The first block has the
+        first state, the second the first states, and so on."""
+        self.numbers = np.zeros([self.layers + 1] * axes, int)
+        """Of the states."""
+        self.numbers[tuple(self.states.T)] = np.arange(len(self.states))
+        self.before: list[np.ndarray] = []
+        """For each block and state after it: its policy and the offloaded blocks to come."""
+        peaks = self._least_peaks()
+        counts = np.column_stack([self.states, self.layers - self.states.sum(1)])
+        seconds = counts @ [option.seconds for option in self.options]
+        self.order = np.argsort(seconds, kind="stable")
+        """Of the states after the last block, which are the mixtures."""
+        self.counts = counts[self.order]
+        self.peaks = np.maximum(peaks[self.order], self._outside_blocks())
+        self.host = self._on_host()
 
     def fitting(self) -> Iterator[tuple[Policy, ...]]:
-        """Those that fit, the cheapest first, one for each number of blocks per policy."""
-        limit, host_limit = _limit(self.nothing.gpu), _limit(self.nothing.host)
+        for index in np.flatnonzero(self._lacking() == 0):
+            yield self._policies(index)
+
+    def nearest(self) -> tuple[Policy, ...]:
+        return self._policies(np.argmin(self._lacking()))
+
+    def _lacking(self) -> np.ndarray:
+        gpu = np.maximum(self.peaks - _limit(self.nothing.gpu), 0)
+        return gpu + np.maximum(self.host - _limit(self.nothing.host), 0)
+
+    def _option(self, policy: Policy) -> _Option:
+        planner, blocks = self.planner, np.arange(self.layers)
+        tape = planner.traced.blocks[policy]
+        signs = {"allocate": 1, "free": -1}
+        kept = sum(
+            signs.get(event.kind, 0) * rounded(event.size, planner.granularity)
+            for event in tape.forward
+        )
+        kept = 0 if policy == "offload" else kept
+        plan = self.nothing if policy == "none" else planner.plan(uniform(planner, policy))
+        peaks = _peaks(plan.gpu)
+        forward = np.array([peaks[f"block {n} forward"] for n in blocks]) - blocks * kept
+        backward = np.array([peaks[f"block {n} backward"] for n in blocks]) - blocks * kept
+        if policy == "offload":
+            forward -= self._waiting(blocks, 0)
+            backward -= self._waiting(blocks, self.layers - blocks)
+        speeds = SPEEDS[planner.machine.kind]
+        seconds = block_seconds(planner.traced, policy, speeds, planner.setup.element)
+        return _Option(policy, seconds, kept, forward, backward)
+
+    def _waiting(self, offloaded: np.ndarray, coming: np.ndarray | int) -> np.ndarray:
+        """Bytes of offloaded inputs that are on the GPU still.
+
+        Those of the last blocks stay there, `coming` of which are not among those `offloaded`.
+        """
+        return np.minimum(offloaded, np.maximum(OFFLOADS_IN_FLIGHT - coming, 0)) * self.hidden
+
+    def _least_peaks(self) -> np.ndarray:
+        """Least peak in the blocks over all orders, by state after the last.
+
+        It depends on the blocks before one, and on how many offloaded ones are to come: their
+        number is guessed before the first block, as 0, 1 or more, and must come true.
+        """
+        most = OFFLOADS_IN_FLIGHT if self.offloads else 0
+        least = np.zeros((most + 1, 1))
+        for block in range(self.layers):
+            states = self.states[: least.shape[1]]
+            last = block - states.sum(1)
+            counts = np.column_stack([states, last])
+            kept = counts @ [option.kept for option in self.options]
+            offloaded = last if self.offloads else np.zeros_like(last)
+            size = comb(block + 1 + states.shape[1], states.shape[1])
+            after = np.full((most + 1, size), np.inf)
+            before = np.zeros(after.shape, np.int8)
+            for index, option in enumerate(self.options):
+                moved = states + (np.arange(states.shape[1]) == index)
+                targets = self.numbers[tuple(moved.T)]
+                forward = option.forward[block] + self._waiting(offloaded, 0)
+                for coming in range(most + 1):
+                    backward = option.backward[block] + self._waiting(offloaded, coming)
+                    peaks = np.maximum(least[coming], kept + np.maximum(forward, backward))
+                    for left in _left(coming, most) if option.policy == "offload" else [coming]:
+                        better = peaks < after[left, targets]
+                        after[left, targets[better]] = peaks[better]
+                        before[left, targets[better]] = index * (most + 1) + coming
+            least = after
+            self.before.append(before)
+        return least[0]
+
+    def _policies(self, index: np.intp) -> tuple[Policy, ...]:
+        """Back from the last block."""
+        state, coming, found = self.states[self.order[index]].copy(), 0, []
+        for before in reversed(self.before):
+            code = int(before[coming, self.numbers[tuple(state)]])
+            option, coming = divmod(code, len(before))
+            found.append(self.options[option].policy)
+            state[option : option + 1] -= 1  # the last option is in no state
+        return tuple(reversed(found))
+
+    def _outside_blocks(self) -> np.ndarray:
+        peaks = _peaks(self.nothing.gpu)
+        elsewhere = max(
+            total for name, total in peaks.items() if not name.startswith(("block", "loss"))
+        )
+        kept = self.counts @ [option.kept for option in self.options]
+        if self.offloads:
+            kept = kept + self._waiting(self.counts[:, -1], 0)
+        loss = max(peaks["loss forward"], peaks["loss backward"])
+        return np.maximum(elsewhere, loss - self.layers * self.options[0].kept + kept)
+
+    def _on_host(self) -> np.ndarray:
+        """At least; a replay says what is there while gradients arrive."""
         ranks = self.nothing.machine.ranks_per_node
-        counts = self._counts()
-        counts = counts[np.argsort(counts @ self.seconds, kind="stable")]
-        for start in range(0, len(counts), CHUNK):
-            chunk = counts[start : start + CHUNK]
-            peaks, orders = self._best_orders(chunk)
-            host = self.host + chunk @ self.on_host * ranks
-            for index in np.flatnonzero((peaks <= limit) & (host <= host_limit)):
-                yield self._expand(chunk[index], orders[index])
+        if self.nothing.machine.device == "cpu":
+            return self.peaks * ranks
+        offloaded = self.counts[:, -1] * self.hidden * ranks if self.offloads else 0
+        at_loss = _peaks(self.nothing.host)["loss forward"] + offloaded
+        return np.maximum(self.nothing.host.peak.total, at_loss)
 
-    def smallest(self) -> tuple[Policy, ...]:
-        counts = self._counts()
-        peaks, orders = self._best_orders(counts)
-        least = int(np.argmin(peaks))
-        return self._expand(counts[least], orders[least])
 
-    def _counts(self) -> np.ndarray:
-        """[mixtures, policies]: every way to share the blocks out."""
-        rows: list[tuple[int, ...]] = [()]
-        for _ in self.policies[:-1]:
-            rows = [(*row, n) for row in rows for n in range(self.layers - sum(row) + 1)]
-        return np.array([(*row, self.layers - sum(row)) for row in rows])
-
-    def _best_orders(self, counts: np.ndarray) -> tuple[np.ndarray, list[tuple[int, ...]]]:
-        """Least peak over the orders of the policies, for each row of counts, and that order."""
-        orders = list(permutations(range(len(self.policies))))
-        peaks = np.stack([self._peak(counts, order) for order in orders])
-        return peaks.min(0), [orders[index] for index in peaks.argmin(0)]
-
-    def _peak(self, counts: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
-        ends = counts[:, order].cumsum(1)  # [mixtures, policies]
-        block = np.arange(self.layers)
-        runs = (block[None, :, None] >= ends[:, None, :]).sum(2)  # [mixtures, blocks]
-        policy = np.array(order)[runs]
-        kept = self.kept[policy]
-        before = kept.cumsum(1) - kept
-        at_blocks = (self.at_block[policy, block] + before).max(1)
-        return np.maximum(np.maximum(at_blocks, self.at_loss + kept.sum(1)), self.elsewhere)
-
-    def _expand(self, counts: Sequence[int], order: tuple[int, ...]) -> tuple[Policy, ...]:
-        return tuple(self.policies[index] for index in order for _ in range(counts[index]))
+def _left(coming: int, most: int) -> list[int]:
+    """How many offloaded blocks are to come after one, of which `most` means that or more."""
+    return [left for left in {coming - 1, coming} if left >= 0 and (left != coming or left == most)]
 
 
 def _limit(place: Place) -> float:
     return np.inf if place.limit is None else place.limit
 
 
-def _elsewhere(plan: Plan) -> int:
-    """The peak at the moments that no policy changes."""
-    moments = ("block", "loss")
-    return max(total for name, total in _peaks(plan).items() if not name.startswith(moments))
-
-
-def _states_on_host(plan: Plan) -> int:
-    return plan.host.peak.total if plan.machine.device == "cuda" else 0
-
-
-def _peaks(plan: Plan) -> dict[str, int]:
+def _peaks(place: Place) -> dict[str, int]:
     """Highest total of each moment, over micro-batches and steps."""
     found: dict[str, int] = {}
-    for sample in plan.gpu.timeline:
+    for sample in place.timeline:
         found[sample.moment] = max(sample.total, found.get(sample.moment, 0))
     return found

@@ -62,7 +62,7 @@ class Ledger:
     def allocate(self, category: Category, size: int, place: Place = "gpu") -> None:
         """Book `size` bytes of one allocation."""
         place = place if place in self.alive else "gpu"
-        size = -(-size // self.granularity) * self.granularity
+        size = rounded(size, self.granularity)
         self.alive[place][category] += size
         self._totals[place] += size
         if self._totals[place] > self._peaks[place]:
@@ -71,7 +71,7 @@ class Ledger:
     def free(self, category: Category, size: int, place: Place = "gpu") -> None:
         """Release one allocation of `size` bytes."""
         place = place if place in self.alive else "gpu"
-        size = -(-size // self.granularity) * self.granularity
+        size = rounded(size, self.granularity)
         self.alive[place][category] -= size
         self._totals[place] -= size
         assert self.alive[place][category] >= 0, f"{category} below zero: {size} bytes too many"
@@ -92,3 +92,8 @@ class Ledger:
         self._peaks[place] = self._totals[place]
         moment = self.timeline[place][-1].moment
         self.timeline[place][-1] = Sample(moment, self._totals[place], dict(self.alive[place]))
+
+
+def rounded(size: int, granularity: int) -> int:
+    """What an allocator takes for `size` bytes."""
+    return -(-size // granularity) * granularity

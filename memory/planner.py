@@ -132,12 +132,15 @@ class Planner:
         early_stop = settings.backend == "torch"
         return _trace(self.config.model, shape, training.loss, training.z_loss, early_stop)
 
+    @property
+    def granularity(self) -> int:
+        return 1 if self.machine.device == "cpu" else CUDA_GRANULARITY
+
     def replay(self, policies: Sequence[Policy]) -> Ledger:
         """What one rank has alive in initialisation and two steps, without allowances."""
-        on_cpu = self.machine.device == "cpu"
         ledger = Ledger(
-            granularity=1 if on_cpu else CUDA_GRANULARITY,
-            places=("gpu",) if on_cpu else ("gpu", "host"),
+            granularity=self.granularity,
+            places=("gpu",) if self.machine.device == "cpu" else ("gpu", "host"),
         )
         tied = self.config.model.tied_embeddings
         Timeline(ledger, self.traced, policies, states_of(self.setup), tied=tied).run()

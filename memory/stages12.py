@@ -227,7 +227,8 @@ class ZeroStates(States):
             return
         new = {name: self.separate.pop(name) for name in self.own if name in self.separate}
         if self.averaged or self.averaged_buffer:
-            ledger.free("gradients", sum(new.values()) + self.reduced)
+            for size in (*new.values(), self.reduced):
+                ledger.free("gradients", size)
         else:
             self.averaged, self.averaged_buffer = new, self.reduced
         self.reduced = 0
