@@ -7,6 +7,7 @@ would allocate around it is replayed (memory/states.py).
 from __future__ import annotations
 
 import functools
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -18,7 +19,7 @@ from configs.schema import RunConfig
 from memory.activations import Shape, Traced, trace
 from memory.cost import SPEEDS, StepTime, step_time
 from memory.ledger import Category, Ledger, Sample
-from memory.machine import Machine
+from memory.machine import Machine, show_bytes
 from memory.policies import Policy, block_policies
 from memory.states import Parameter, Setup, states_of
 from memory.timeline import Timeline
@@ -197,6 +198,11 @@ class Planner:
             f"step time from data sheets ({self.machine.kind}), to compare settings by",
         ]
         zero = self.section["zero_optimization"]
+        offloads = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
+        if any(offload.get("device") == "nvme" for offload in offloads):
+            locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            limit = "unlimited" if locked == resource.RLIM_INFINITY else show_bytes(locked)
+            lines.append(f"NVMe's buffers may be locked in memory: ulimit -l (here: {limit})")
         if zero.get("stage", 0) < 3 and (zero.get("offload_param") or {}).get("device"):
             lines.append("offload_param saves nothing below ZeRO stage 3: DeepSpeed ignores it")
         return tuple(lines)
