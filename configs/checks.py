@@ -321,6 +321,12 @@ def warnings_of(config: RunConfig, section: Mapping[str, Any], world_size: int) 
             )
         if zero.get("overlap_comm") is True:
             lines.append(f"{ZERO}.overlap_comm: one data-parallel rank reduces nothing")
+    bucket, parameters = zero.get("reduce_bucket_size", 0), config.model.parameter_count()
+    if bucket > parameters:
+        lines.append(
+            f"{ZERO}.reduce_bucket_size={bucket:,.0f}: DeepSpeed allocates it whole, and the model "
+            f"has {parameters:,} parameters; leave it out"
+        )
     lines += [
         f"deepspeed.{key}: DeepSpeed's curves count samples on the x axis, not steps"
         for key in MONITORS

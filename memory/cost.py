@@ -91,11 +91,17 @@ def step_time(
     zero = section["zero_optimization"]
     stage = zero.get("stage", 0)
     share = parameters / (data_ranks if stage else 1)
-    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    offloads = {
+        what: (zero.get(f"offload_{what}") or {}).get("device", "none") != "none"
+        for what in ("optimizer", "param")
+    }
+    communication = _communication(stage, accumulation, parameters * element, data_ranks, speeds)
+    if stage == 3 and offloads["param"]:  # this rank's share, for each forward and each backward
+        communication += 2 * accumulation * share * element / speeds.host_link
     return StepTime(
         compute=accumulation * passes,
-        communication=_communication(stage, accumulation, parameters * element, data_ranks, speeds),
-        update=_update(share, element, offloads, speeds),
+        communication=communication,
+        update=_update(share, element, offloads["optimizer"], speeds),
     )
 
 

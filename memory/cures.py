@@ -154,9 +154,12 @@ def _single_changes(
     if stage < 3 and machine.gpus > 1:
         yield {f"{ZERO}.stage": 3, f"{ZERO}.allgather_bucket_size": None}, machine
     if machine.device == "cuda":
+        offload = zero.get("offload_optimizer") or {"device": "cpu", "pin_memory": True}
         if "offload_optimizer" not in zero:
-            offload = {"device": "cpu", "pin_memory": True}
             yield {f"{ZERO}.stage": max(stage, 2), f"{ZERO}.offload_optimizer": offload}, machine
+        if stage < 3 or "offload_param" not in zero:
+            both = {f"{ZERO}.offload_{what}": offload for what in ("optimizer", "param")}
+            yield {f"{ZERO}.stage": 3, **both, f"{ZERO}.allgather_bucket_size": None}, machine
         more = machine._replace(gpus=machine.gpus * 2)
         if steps % 2 == 0:
             yield {ACCUMULATION: steps // 2}, more

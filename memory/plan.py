@@ -16,15 +16,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from configs.schema import load_config
+from configs.deepspeed import Hardware, warnings_of
+from configs.schema import RunConfig, load_config
 from memory.cost import SPEEDS
 from memory.cures import SEARCHED, Cure, cures, search
 from memory.fit import fit
+from memory.ledger import Sample
 from memory.machine import Machine, parse_bytes, show_bytes
 from memory.planner import Place, Plan, Planner, categories, plan
 from memory.policies import describe_policies
 
 DOES_NOT_FIT = 3
+TICKS = 30
+"""Labels that a plot has room for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chosen = result.plan
             if result.next_best:
                 notes = [_next_best(chosen, result.next_best)]
+        notes += [f"warning: {line}" for line in warnings(config, machine)]
         others = [] if chosen.fits else cures(config, machine, chosen)
         if options.plot:
             plot(chosen, options.plot)
@@ -53,6 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         show(chosen, notes, others)
     return 0 if chosen.fits else DOES_NOT_FIT
+
+
+def warnings(config: RunConfig, machine: Machine) -> list[str]:
+    hardware = Hardware(machine.gpus, machine.device, machine.bf16)
+    return warnings_of(config, Planner(config, machine).section, hardware)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -159,24 +169,51 @@ def _limit(place: Place) -> str:
 
 
 def plot(chosen: Plan, path: Path) -> None:
-    """Stacked categories over the moments of initialisation and two steps, as a PNG file."""
+    """The categories of one GPU, stacked, as a PNG file: initialisation and the second step.
+
+    That step has optimizer states; of its micro-batches the first is shown.
+    """
     from matplotlib.figure import Figure
 
-    timeline = chosen.gpu.timeline
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    axes = figure.add_subplot()
+    timeline = _second_step(chosen.gpu.timeline)
     stacked = {
-        name: [categories(s)[name] / 2**30 for s in timeline] for name in categories(timeline[0])
+        name: [categories(sample)[name] / 2**30 for sample in timeline]
+        for name in categories(timeline[0])
     }
     used = {name: sizes for name, sizes in stacked.items() if any(sizes)}
-    axes.stackplot(range(len(timeline)), list(used.values()), labels=list(used), step="mid")
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.stackplot(
+        range(len(timeline)), list(used.values()), step="mid",
+        labels=[name.replace("_", " ") for name in used],
+        colors=[f"C{number}" for number, name in enumerate(stacked) if name in used],
+    )  # fmt: skip
     if chosen.gpu.limit is not None:
         axes.axhline(chosen.gpu.limit / 2**30, color="black", linestyle="--", label="limit")
-    marks = [n for n, s in enumerate(timeline) if not s.moment.startswith("block") and s.total > 0]
-    axes.set_xticks(marks, [timeline[n].moment for n in marks], rotation=60, ha="right", fontsize=7)
-    axes.set_ylabel("GiB of one GPU")
-    axes.legend(loc="upper left", fontsize=7)
+    marks = _ticks(timeline)
+    axes.set_xticks(marks, [timeline[n].moment for n in marks], rotation=45, ha="right", fontsize=8)
+    axes.margins(x=0)
+    axes.set_ylabel("GiB of one rank" if chosen.machine.device == "cpu" else "GiB of one GPU")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, reverse=True)
     figure.savefig(path, dpi=120)
+
+
+def _second_step(timeline: Sequence[Sample]) -> list[Sample]:
+    moments = [sample.moment for sample in timeline]
+    begin = moments.index("optimizer step") + 1
+    end = moments.index("embedding backward", begin) + 1
+    return [timeline[moments.index("initialisation")], *timeline[begin:end], timeline[-1]]
+
+
+def _ticks(timeline: Sequence[Sample]) -> list[int]:
+    """As far apart as labels need; the ends and moments outside the blocks come first."""
+    apart = max(1, len(timeline) // TICKS)
+    outside = [n for n, sample in enumerate(timeline) if not sample.moment.startswith("block")]
+    marks: list[int] = []
+    for n in (outside[0], outside[-1], *outside, *range(len(timeline))):
+        if all(abs(n - mark) >= apart for mark in marks):
+            marks.append(n)
+    return marks
 
 
 if __name__ == "__main__":
