@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed.comm import comm
+from deepspeed.comm import ReduceOp, comm
 from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
 from torch import Tensor
 
@@ -23,9 +23,8 @@ from memory.planner import NCCL
 from training.engine import train_step
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "_global_grad_norm")
-RESERVE = {"cuda": NCCL, "cpu": 64 * 2**20}
-"""Bytes held meanwhile for what only training needs: buffers of the communication library, and on a
-CPU stacks of the threads that load data and write logs."""
+THREADS = 64 * 2**20
+"""Bytes of the stacks of the threads that load data and write logs."""
 COMPARING: tuple[Any, ...] = (partition_parameters, partitioned_param_coordinator, stage3)
 """Where ranks compare their order of modules with rank 0's."""
 
@@ -39,12 +38,20 @@ def rehearse(engine: Any, vocabulary_size: int, sequence_length: int) -> None:
         torch.OutOfMemoryError, RuntimeError: as the allocator does; the engine is then of no use.
     """
     shape = engine.train_micro_batch_size_per_gpu(), sequence_length
-    reserve = torch.empty(RESERVE[engine.device.type], dtype=torch.uint8, device=engine.device)
+    reserve = torch.empty(_only_in_training(engine), dtype=torch.uint8, device=engine.device)
     devices = [engine.device] if engine.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _ranks_apart(), _undone(engine):
+        torch.manual_seed(0)  # ranks that share a replica are compared
         tokens = torch.randint(vocabulary_size, shape, device=engine.device)
         train_step(engine, itertools.repeat((tokens, tokens)))
     del reserve
+
+
+def _only_in_training(engine: Any) -> int:
+    """Bytes to hold meanwhile for what a rehearsal does not allocate."""
+    if engine.device.type == "cpu":
+        return THREADS
+    return NCCL if torch.distributed.get_world_size() > 1 else 0
 
 
 def any_rank(is_true: bool, device: torch.device) -> bool:
@@ -125,8 +132,17 @@ class _Alone:
     def _in_place(self, *_: Any, async_op: bool = False, **__: Any) -> _Done | None:
         return _Done() if async_op else None
 
-    all_reduce = all_reduce_coalesced = inference_all_reduce = _in_place
-    reduce = broadcast = barrier = _in_place
+    all_reduce_coalesced = reduce = broadcast = barrier = _in_place
+
+    @torch.no_grad()
+    def all_reduce(
+        self, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> _Done | None:
+        if op == ReduceOp.SUM:
+            tensor.mul_(self._backend.get_world_size(group))
+        return self._in_place(async_op=async_op)
+
+    inference_all_reduce = all_reduce
 
     def all_gather(
         self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False

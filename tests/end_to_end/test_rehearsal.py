@@ -36,6 +36,18 @@ def test_training_goes_on_as_if_nothing_had_been(
             if "offload_optimizer" in zero:  # DeepSpeed's own has to be compiled
                 changes["deepspeed.optimizer.params.torch_adam"] = True
             configs[f"{name}: {rehearses}"] = altered(changes)
+    names = list(ZERO)
+    if ranks == 2:
+        names.append("tensor parallel")
+        for rehearses in (False, True):
+            configs[f"tensor parallel: {rehearses}"] = altered(
+                {
+                    "training.max_steps": 3,
+                    "training.rehearse": rehearses,
+                    "deepspeed.zero_optimization": {"stage": 1},
+                    "deepspeed.tensor_parallel": {"autotp_size": 2},
+                }
+            )
     results = train_all(configs, ranks)
-    for name in ZERO:
+    for name in names:
         assert results[f"{name}: True"] == results[f"{name}: False"], name
