@@ -31,13 +31,16 @@ class Speeds(NamedTuple):
 
 
 # NVIDIA's data sheets of A100 SXM 80GB, H100 SXM and H200 SXM; PCIe 4.0 and 5.0 x16. A host's
-# memory: 200 and 300 GB/s for eight GPUs. A laptop's core count is unknown: the CPU's row has the
-# ratio of arithmetic to memory of a two-core server, which is all that comparing needs.
+# memory: 200 and 300 GB/s for eight GPUs. Of the CPU's row only the ratio of arithmetic to memory
+# matters. It is such that "selective" costs a wide block as much as was measured on two cores in
+# benchmarks/results/techniques_CPU_2026-12-01.md: 2.9 % (gpt2) and 5.6 % (llama), here 2.0 and 5.8.
+# So little memory speed, as every result is in pages that the kernel first has to provide. In bf16
+# the quickstart's step takes half the time there.
 SPEEDS = {
     "A100": Speeds(312e12, 19.5e12, 2.04e12, 300e9, 32e9, 25e9),
     "H100": Speeds(989e12, 67e12, 3.35e12, 450e9, 64e9, 37e9),
     "H200": Speeds(989e12, 67e12, 4.8e12, 450e9, 64e9, 37e9),
-    "CPU": Speeds(1e9, 100e9, 10e9, 5e9, 10e9, 10e9),
+    "CPU": Speeds(200e9, 100e9, 2e9, 5e9, 10e9, 10e9),
 }
 ATTAINED = 0.6
 """Share of the peak that large matrix products attain."""
