@@ -321,11 +321,11 @@ def warnings_of(config: RunConfig, section: Mapping[str, Any], world_size: int) 
             )
         if zero.get("overlap_comm") is True:
             lines.append(f"{ZERO}.overlap_comm: one data-parallel rank reduces nothing")
-    bucket, parameters = zero.get("reduce_bucket_size", 0), config.model.parameter_count()
-    if bucket > parameters:
+    bucket = zero.get("reduce_bucket_size")
+    if isinstance(bucket, int | float) and bucket > config.model.parameter_count():
         lines.append(
             f"{ZERO}.reduce_bucket_size={bucket:,.0f}: DeepSpeed allocates it whole, and the model "
-            f"has {parameters:,} parameters; leave it out"
+            f"has {config.model.parameter_count():,} parameters; leave it out"
         )
     lines += [
         f"deepspeed.{key}: DeepSpeed's curves count samples on the x axis, not steps"
