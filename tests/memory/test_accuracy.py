@@ -27,8 +27,8 @@ CHOSEN = (
     "llama GQA, none, bf16, ZeRO 2, 2 ranks",
 )
 TOLERANCE = 0.01
-"""Over the 56 runs of benchmarks/plan_accuracy.py the worst error was 0.05 %; in bf16 a CPU's matrix
-products borrow room from the allocator that the plan knows only roughly."""
+"""The worst of the 56 runs of benchmarks/plan_accuracy.py was off by 0.05 %. In bf16 a CPU's matrix
+products borrow room that the plan knows only roughly."""
 
 
 @pytest.fixture(scope="module")
