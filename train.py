@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from memory.planner import Planner
 from model.flops import training_flops_per_token
 from training import checkpoint, metrics
 from training.engine import (
-    Ranks,
     build_engine,
     leave,
     read_ranks,
@@ -51,7 +49,7 @@ from training.out_of_memory import (
     report_out_of_memory,
 )
 from training.rehearse import any_rank, give_back_memory, rehearse
-from training.report import conclude, describe, describe_milder, say
+from training.report import conclude, describe, describe_milder, fail, say
 from training.setup import Run, policies_of, prepare
 
 
@@ -282,12 +280,6 @@ def measure_speed(run: Run) -> metrics.Speed:
         flops_per_token=training_flops_per_token(run.config.model, training.sequence_length),
         peak_flops=None if total.isnan() else total.item(),
     )
-
-
-def fail(error: Exception, code: int, ranks: Ranks | None = None) -> int:
-    if ranks is None or ranks.local_rank == 0:  # all ranks of a host find the same mistakes
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    return code
 
 
 if __name__ == "__main__":

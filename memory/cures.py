@@ -82,8 +82,7 @@ def milder(config: RunConfig, machine: Machine, now: Plan) -> Cure | None:
     limit = less if machine.gpu_memory is None else min(less, machine.gpu_memory)
     below = machine._replace(gpu_memory=limit)
     cure = policy_cure(config, below)
-    section = Planner(config, machine).section
-    micro, steps = section[MICRO_BATCH.split(".")[1]], section[ACCUMULATION.split(".")[1]]
+    micro, steps = _batch(Planner(config, machine))
     while not cure.plan.fits and micro % 2 == 0:
         micro, steps = micro // 2, steps * 2
         changes = {MICRO_BATCH: micro, ACCUMULATION: steps}
@@ -125,6 +124,12 @@ def _by_least_time(
     return sorted(found, key=lambda entry: entry[0])
 
 
+def _batch(planner: Planner) -> tuple[int, int]:
+    """Samples of a micro-batch, and accumulation steps."""
+    micro, steps = (planner.section[key.split(".")[1]] for key in (MICRO_BATCH, ACCUMULATION))
+    return micro, steps
+
+
 def _shortage(plan: Plan) -> int:
     return plan.gpu.shortfall + plan.host.shortfall
 
@@ -142,9 +147,9 @@ def _with_policies(
 def _single_changes(
     config: RunConfig, machine: Machine
 ) -> Iterator[tuple[dict[str, Any], Machine]]:
-    section = Planner(config, machine).section
-    zero, stage = section["zero_optimization"], section["zero_optimization"].get("stage", 0)
-    micro, steps = section[MICRO_BATCH.split(".")[1]], section[ACCUMULATION.split(".")[1]]
+    planner = Planner(config, machine)
+    zero, stage = planner.setup.zero, planner.setup.stage
+    micro, steps = _batch(planner)
     if micro % 2 == 0:
         yield {MICRO_BATCH: micro // 2, ACCUMULATION: steps * 2}, machine
     if config.training.loss == "full":
@@ -170,18 +175,18 @@ def _single_changes(
 def _settings(
     config: RunConfig, machine: Machine, over: frozenset[str]
 ) -> Iterator[dict[str, Any]]:
-    section = Planner(config, machine).section
-    stage = section["zero_optimization"].get("stage", 0)
-    samples = section[MICRO_BATCH.split(".")[1]] * section[ACCUMULATION.split(".")[1]]
+    planner = Planner(config, machine)
+    micro, steps = _batch(planner)
+    stage, samples = planner.setup.stage, micro * steps
     micro_batches: list[int | None] = [None]
     if "micro_batch" in over:
         micro_batches = [size for size in range(1, samples + 1) if samples % size == 0]
     stages = (0, 1, 2, 3) if "zero_stage" in over else (stage,)
     offloads = (False, True) if "offload" in over else (None,)
-    for micro, stage, offload in product(micro_batches, stages, offloads):
+    for size, stage, offload in product(micro_batches, stages, offloads):
         changes: dict[str, Any] = {}
-        if micro is not None:
-            changes |= {MICRO_BATCH: micro, ACCUMULATION: samples // micro}
+        if size is not None:
+            changes |= {MICRO_BATCH: size, ACCUMULATION: samples // size}
         if "zero_stage" in over:
             changes[f"{ZERO}.stage"] = stage
         if offload is not None:

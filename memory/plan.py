@@ -86,8 +86,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def add_machine(parser: argparse._ActionsContainer) -> None:
     """Options that describe hardware."""
-    parser.add_argument("--gpus", type=_count, default=1, help="ranks, over all nodes")
-    parser.add_argument("--gpus-per-node", type=_count, default=8)
+    parser.add_argument("--gpus", type=positive, default=1, help="ranks, over all nodes")
+    parser.add_argument("--gpus-per-node", type=positive, default=8)
     parser.add_argument("--gpu-memory", metavar="SIZE", help="of one GPU, as in 80GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="of one node, as in 1TiB")
     parser.add_argument("--gpu", choices=SPEEDS, default="H100", help="for the step's time")
@@ -101,7 +101,8 @@ def machine_of(options: argparse.Namespace) -> Machine:
     return Machine(options.gpus, options.gpus_per_node, gpu_memory, host_memory, options.gpu)
 
 
-def _count(text: str) -> int:
+def positive(text: str) -> int:
+    """A command's whole number of at least 1."""
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
     return int(text)

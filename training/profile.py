@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from configs.deepspeed import resolve, tensor_parallel_size
 from configs.schema import load_config
 from memory.checkpointing import checkpoint_blocks
 from memory.moments import Moment, allocator_profile, mark, moments
+from memory.plan import positive
 from memory.planner import Planner
 from model.gpt import GPT, Rotary
 from training.engine import (
@@ -50,6 +50,7 @@ from training.profile_report import (
     show,
     write_json,
 )
+from training.report import fail
 from training.setup import machine_of, policies_of
 
 Batch = tuple[Tensor, Tensor]
@@ -108,22 +109,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
         help="override a key of the config, as in training.loss=full (repeatable)",
     )  # fmt: skip
-    parser.add_argument("--steps", type=_count, default=3, help="to time; two more are profiled")
+    parser.add_argument("--steps", type=positive, default=3, help="to time; two more are profiled")
     parser.add_argument("--output", type=Path, help="a folder; default: profile/ in the run folder")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of at least 1")
-    return int(text)
-
-
-def fail(error: Exception | str, code: int, ranks: Ranks | None = None) -> int:
-    if ranks is None or ranks.local_rank == 0:  # all ranks of a host find the same mistakes
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    return code
 
 
 def random_batch(planner: Planner, ranks: Ranks) -> Batch:

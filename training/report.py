@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,10 @@ def conclude(run: Run, validation: float) -> None:
 def say(ranks: Ranks, text: str) -> None:
     if ranks.rank == 0:
         print(text, flush=True)
+
+
+def fail(error: Exception | str, code: int, ranks: Ranks | None = None) -> int:
+    """One line for a mistake; returns the exit code."""
+    if ranks is None or ranks.local_rank == 0:  # all ranks of a host find the same mistakes
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return code
