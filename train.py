@@ -23,7 +23,7 @@ from torch import Tensor
 from configs.deepspeed import Hardware, precision, resolve, warnings_of
 from configs.schema import ConfigError, RunConfig, load_config
 from data.dataset import VocabularyError
-from data.loader import Loader, evaluation_batches
+from data.loader import Loader
 from memory.checkpointing import checkpoint_blocks
 from memory.machine import Machine
 from memory.plan import DOES_NOT_FIT, add_machine, show
@@ -31,6 +31,7 @@ from memory.plan import machine_of as machine_described
 from memory.planner import Planner
 from model.flops import training_flops_per_token
 from training import checkpoint, metrics
+from training.agreement import RanksDisagree, require_distinct_batches
 from training.engine import (
     build_engine,
     leave,
@@ -39,7 +40,7 @@ from training.engine import (
     start_process_group,
     train_step,
 )
-from training.evaluate import validation_loss
+from training.evaluate import mean, validation_batches, validation_loss
 from training.extensions import BuildError
 from training.out_of_memory import (
     OutOfMemory,
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(error, 1)
     except ConfigError as error:
         return fail(error, 2, ranks)
-    except BuildError as error:
+    except (BuildError, RanksDisagree) as error:
         return fail(error, 1, ranks)
     except VocabularyError as error:
         return fail(error, 2)
@@ -141,6 +142,9 @@ def train(run: Run, where: Whereabouts) -> None:
         world_size=ranks.data_ranks,
         device=ranks.device,
         samples_consumed=run.start.samples_consumed,
+    )
+    require_distinct_batches(
+        ranks, loader.first_samples, run.train_data.fingerprint(run.total_samples)
     )
     writer = metrics.MetricsWriter(
         Path(training.run_folder),
@@ -238,7 +242,13 @@ def loop(
         if last or step % training.save_interval == 0:
             where.moment = "checkpoint save"
             with speed.paused():
-                progress = replace(run.start, step=step, samples_consumed=loader.samples_consumed)
+                consumed = loader.samples_consumed
+                progress = replace(
+                    run.start,
+                    step=step,
+                    samples_consumed=consumed,
+                    data_fingerprint=run.train_data.fingerprint(consumed),
+                )
                 checkpoint.save_checkpoint(engine, run.config, progress)
     return validation
 
@@ -255,18 +265,13 @@ def gradient_norm(engine: Any) -> float | None:
 
 
 def evaluate(run: Run, engine: Any, step: int, writer: metrics.MetricsWriter) -> float:
-    samples = min(run.config.training.evaluation_samples, run.validation_data.samples_per_epoch)
-    batches = evaluation_batches(
-        run.validation_data,
-        samples,
-        micro_batch=engine.train_micro_batch_size_per_gpu(),
-        rank=run.ranks.data_rank,
-        world_size=run.ranks.data_ranks,
-        device=run.ranks.device,
-    )
-    loss = validation_loss(engine, batches)
-    writer.evaluation(step, loss)
-    return loss
+    """Log each validation set's loss; returns their mean, each set counting the same."""
+    losses = {
+        name: validation_loss(engine, validation_batches(run, engine, corpus))
+        for name, corpus in run.validation_data.items()
+    }
+    writer.evaluation(step, losses)
+    return mean(losses)
 
 
 def measure_speed(run: Run) -> metrics.Speed:

@@ -9,7 +9,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -32,14 +32,89 @@ class Section(BaseModel):
 class Corpus(Section):
     path: str = Field(min_length=1)
     """Prefix of PATH.bin and PATH.idx."""
-    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Share of the samples, relative to the other corpora's weights."""
+    weight: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Share of the samples, and so of the tokens, relative to the other corpora's weights; left
+    out, 1. 0 leaves the corpus out."""
+    tokens: int | None = Field(None, gt=0)
+    """Instead of a weight, how many tokens of it are for training. All corpora have this or none,
+    and the sum has to cover what the run reads."""
+    max_epochs: float = Field(4.0, gt=0, allow_inf_nan=False)
+    """A run that reads the corpus more often is warned of it. Repeated tokens are worth about as
+    much as new ones up to 4 epochs, and less and less beyond (https://arxiv.org/abs/2305.16264)."""
+
+    @property
+    def share(self) -> float:
+        """In any unit."""
+        if self.tokens is not None:
+            return self.tokens
+        return 1.0 if self.weight is None else self.weight
+
+
+class Stage(Section):
+    """A later part of a run with its own weights. Every corpus goes on where it stands."""
+
+    from_tokens: int = Field(gt=0)
+    """Tokens of the run before it, rounded up to whole samples."""
+    weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+    """Of the corpora in data.train, in their order."""
 
 
 class DataConfig(Section):
     train: list[Corpus] = Field(min_length=1)
-    validation: str = Field(min_length=1)
-    """Prefix of the held-out corpus."""
+    validation: str | dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], str]
+    """Prefix of the held-out corpus, or of several by name, each with a curve of its own."""
+    schedule: list[Stage] = []
+    """Later stages of the blend, in order."""
+    tokenizer: str | None = None
+    """Of corpora without a manifest.json: a file or folder as data.prepare takes it."""
+
+    @property
+    def validation_sets(self) -> dict[str, str]:
+        """Prefixes by name; a single corpus has the name ""."""
+        return self.validation if isinstance(self.validation, dict) else {"": self.validation}
+
+    @property
+    def tokenizer_path(self) -> str:
+        """The one named, or the copy that data.prepare puts beside its token files."""
+        return self.tokenizer or str(Path(self.train[0].path).parent)
+
+    @model_validator(mode="after")
+    def _check_blend(self) -> DataConfig:
+        paths = [corpus.path for corpus in self.train]
+        if twice := [path for path in paths if paths.count(path) > 1]:
+            raise ValueError(f"train: {twice[0]} is listed twice; give it one entry, with the sum")
+        budgets = [corpus.tokens is not None for corpus in self.train]
+        weighted = [corpus.weight is not None for corpus in self.train]
+        if any(budgets) and (any(weighted) or not all(budgets)):
+            raise ValueError("train: either every corpus has tokens, a budget, or none has")
+        if not any(corpus.share for corpus in self.train):
+            raise ValueError("train: all weights are 0, nothing would be read")
+        return self
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> DataConfig:
+        before = 0
+        for number, stage in enumerate(self.schedule):
+            where = f"schedule.{number}"
+            if len(stage.weights) != len(self.train):
+                raise ValueError(
+                    f"{where}.weights: {len(stage.weights)} weights for the {len(self.train)} "
+                    "corpora of data.train"
+                )
+            if not any(stage.weights):
+                raise ValueError(f"{where}.weights: all are 0, nothing would be read")
+            if stage.from_tokens <= before:
+                raise ValueError(f"{where}.from_tokens: {stage.from_tokens} is not after {before}")
+            before = stage.from_tokens
+        if self.schedule and self.train[0].tokens is not None:
+            raise ValueError("schedule: goes with weights; the budgets of data.train are for a run")
+        return self
+
+    @model_validator(mode="after")
+    def _check_validation(self) -> DataConfig:
+        if not self.validation or not all(self.validation_sets.values()):
+            raise ValueError("validation: names no corpus")
+        return self
 
 
 class TrainingConfig(Section):

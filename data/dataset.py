@@ -7,23 +7,17 @@ samples share one token and every token but the first is predicted once. An epoc
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from data.manifest import TokenizerRecord
+from data.order import Mix, Numbers, exact_weights, permute
 from data.token_file import TokenArray, TokenFile
-
-_FEISTEL_ROUNDS = 8
-_MASK = (1 << 64) - 1
-
-# A blend's order is stored for one period; shares are rounded to this denominator if need be.
-MAX_BLEND_PERIOD = 1 << 16
 
 
 class VocabularyError(ValueError):
@@ -39,6 +33,7 @@ class Corpus:
         seed: of the order.
         vocabulary_size: ids must be below it.
         shuffle: False keeps the order of the file, as validation wants.
+        tokenizer: that made a file without a manifest; see data/foreign.py.
 
     Raises:
         OSError, ValueError: see TokenFile.
@@ -53,6 +48,7 @@ class Corpus:
         *,
         vocabulary_size: int,
         shuffle: bool = True,
+        tokenizer: TokenizerRecord | None = None,
     ) -> None:
         self.file = TokenFile(prefix)
         self.sequence_length = sequence_length
@@ -64,179 +60,186 @@ class Corpus:
                 f"sample of {sequence_length + 1:,} (sequence length {sequence_length:,} plus one)"
             )
         manifest = self.file.manifest
-        if manifest is not None and manifest.vocabulary_size > vocabulary_size:
+        self.tokenizer = manifest.inputs.tokenizer if manifest else tokenizer
+        """What the ids mean; None where neither the manifest nor the caller says."""
+        if self.tokenizer is not None and self.tokenizer.vocabulary_size > vocabulary_size:
             raise ValueError(
-                f"{prefix}: its tokenizer has {manifest.vocabulary_size:,} ids, but the model's "
-                f"vocabulary is {vocabulary_size:,}: make the model's at least as large"
+                f"{prefix}: its tokenizer has {self.tokenizer.vocabulary_size:,} ids, but the "
+                f"model's vocabulary is {vocabulary_size:,}: make the model's at least as large"
             )
+        limits = np.iinfo(self.file.dtype)
+        self._ids_can_be_wrong = limits.min < 0 or limits.max >= vocabulary_size
         self._shuffle = shuffle
         self.fingerprint = _digest(self.file.fingerprint, sequence_length, seed, shuffle)
 
-    def sample(self, n: int) -> TokenArray:
-        """[sequence_length + 1] tokens of sample n = 0, 1, ...: a view, in the file's dtype.
+    def sample(self, n: int) -> Numbers:
+        """[sequence_length + 1] tokens of sample n = 0, 1, ...
 
         Raises VocabularyError naming file and position if an id is not in the vocabulary.
         """
-        start = self.position(n) * self.sequence_length
-        tokens = self.file.tokens(start, self.sequence_length + 1)
-        if int(tokens.max()) >= self.vocabulary_size or int(tokens.min()) < 0:
-            self._refuse(tokens, start)
-        return tokens
+        return sample(self, n)
 
-    def position(self, n: int) -> int:
-        """Where in the file, counted in samples, the n-th sample lies."""
-        epoch, k = divmod(n, self.samples_per_epoch)
-        return (
-            permute(k, self.samples_per_epoch, f"{self.fingerprint} {epoch}")
-            if self._shuffle
-            else k
-        )
+    def positions(self, numbers: Numbers) -> Numbers:
+        """Where in the file, counted in samples, the samples of these numbers lie."""
+        epochs, within = np.divmod(numbers, self.samples_per_epoch)
+        if not self._shuffle:
+            return within
+        for epoch in np.unique(epochs):
+            own = epochs == epoch
+            within[own] = permute(within[own], self.samples_per_epoch, self._epoch_key(epoch))
+        return within
 
-    def _refuse(self, tokens: TokenArray, start: int) -> None:
-        first = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocabulary_size))[0])
+    def _epoch_key(self, epoch: int) -> str:
+        return f"{self.fingerprint} {epoch}"
+
+    def places(self, numbers: Numbers) -> Numbers:
+        """[numbers, 2]: 0, for the only corpus, and the sample's first token in the file."""
+        starts = self.positions(numbers) * self.sequence_length
+        return np.stack([np.zeros_like(starts), starts], axis=1)
+
+    def read(self, places: Numbers, out: Numbers) -> None:
+        """Copy the samples at `places` to out, [places, sequence_length + 1].
+
+        Raises VocabularyError as `sample`.
+        """
+        starts = places[:, 1]
+        tokens = self.file.rows(starts, self.sequence_length + 1)
+        if self._ids_can_be_wrong and not self._ids_fit(tokens):
+            self._refuse(tokens, starts)
+        out[...] = tokens
+
+    def _ids_fit(self, tokens: TokenArray) -> bool:
+        unsigned = tokens.dtype.kind == "u"
+        return bool(tokens.max() < self.vocabulary_size and (unsigned or tokens.min() >= 0))
+
+    def _refuse(self, tokens: TokenArray, starts: Numbers) -> None:
+        row, column = np.argwhere((tokens < 0) | (tokens >= self.vocabulary_size))[0]
         raise VocabularyError(
-            f"{self.file.bin_path}: token {start + first:,} is {int(tokens[first])}, but the "
-            f"model's vocabulary is {self.vocabulary_size:,}: made for another tokenizer?"
+            f"{self.file.bin_path}: token {starts[row] + column:,} is {int(tokens[row, column])}, "
+            f"but the model's vocabulary is {self.vocabulary_size:,}: made for another tokenizer?"
         )
 
 
-def require_one_tokenizer(corpora: Sequence[Corpus]) -> None:
-    """Raises ValueError if corpora with manifests were made with different tokenizers."""
-    made_with = {
-        str(corpus.file.bin_path): corpus.file.manifest.inputs.tokenizer.sha256
-        for corpus in corpora
-        if corpus.file.manifest is not None
-    }
-    if len(set(made_with.values())) > 1:
-        listed = ", ".join(f"{path} ({sha256[:12]})" for path, sha256 in made_with.items())
-        raise ValueError(f"the corpora were made with different tokenizers: {listed}")
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run with one mix of the corpora."""
+
+    first: int
+    """The run's number of its first sample."""
+    shares: tuple[Fraction, ...]
+    """Of the samples, by corpus."""
+    mix: Mix
+    used: Numbers
+    """Samples of each corpus before this stage."""
 
 
 class Blend:
-    """Samples of several corpora, mixed so that every period gives each exactly its share, and
-    every prefix of the run misses no share by a whole sample.
+    """Samples of several corpora, each with its share; see Mix for how exact the shares are.
+
+    Later stages of a run may mix in other shares. Every corpus goes on from its own count there, so
+    that no sample comes twice within an epoch of its corpus.
 
     Args:
         corpora: of one sequence length.
-        weights: of the corpora, in any unit; only their ratios count.
+        weights: of the corpora, in any unit; only their ratios count. 0 reads nothing of one.
+        schedule: (number of its first sample, weights) of each later stage, in ascending order.
 
     Raises:
-        ValueError: weights are not positive and finite, or do not match the corpora.
+        ValueError: weights are negative, not finite, all zero, or do not match the corpora.
     """
 
-    def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float]) -> None:
-        if not corpora or len(corpora) != len(weights):
-            raise ValueError(
-                f"a blend of {len(corpora)} corpora needs as many weights, got {list(weights)}"
-            )
+    def __init__(
+        self,
+        corpora: Sequence[Corpus],
+        weights: Sequence[float],
+        schedule: Sequence[tuple[int, Sequence[float]]] = (),
+    ) -> None:
+        for given in (weights, *(later for _, later in schedule)):
+            if not corpora or len(corpora) != len(given):
+                raise ValueError(
+                    f"a blend of {len(corpora)} corpora needs as many weights, got {list(given)}"
+                )
         lengths = {corpus.sequence_length for corpus in corpora}
         if len(lengths) > 1:
             raise ValueError(f"the corpora of a blend have the sequence lengths {sorted(lengths)}")
         self.corpora = list(corpora)
         self.sequence_length = corpora[0].sequence_length
-        self.shares = blend_shares(weights)
-        """Samples of each corpus in one period."""
-        self.period = sum(self.shares)
-        self._order = fair_order(self.shares)
-        # How often the corpus of each place came before it within the period.
-        self._rank = np.empty(self.period, np.int64)
-        for corpus, share in enumerate(self.shares):
-            self._rank[self._order == corpus] = np.arange(share)
-        self.fingerprint = _digest(*(corpus.fingerprint for corpus in corpora), *self.shares)
+        self.stages: list[Stage] = []
+        for first, given in [(0, weights), *schedule]:
+            used = self.counts(first) if self.stages else np.zeros(len(corpora), np.int64)
+            shares = exact_weights(given)
+            self.stages.append(Stage(first, shares, Mix(shares), used))
+        self._firsts = np.array([stage.first for stage in self.stages])
+        assert (np.diff(self._firsts) > 0).all(), "stages out of order"
+
+    def counts(self, samples: int) -> Numbers:
+        """How many of the run's first `samples` samples are of each corpus."""
+        stage = [stage for stage in self.stages if stage.first < samples or stage.first == 0][-1]
+        corpora = np.arange(len(self.corpora))
+        return stage.used + stage.mix.count(corpora, np.full_like(corpora, samples - stage.first))
 
     def locate(self, n: int) -> tuple[int, int]:
         """(number of the corpus, number of its sample) of the blend's n-th sample."""
-        period, place = divmod(n, self.period)
-        corpus = int(self._order[place])
-        return corpus, period * self.shares[corpus] + int(self._rank[place])
+        (corpus,), (number,) = self.locate_all(np.array([n]))
+        return int(corpus), int(number)
 
-    def sample(self, n: int) -> TokenArray:
+    def locate_all(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """As locate, of each number."""
+        corpora, within = np.empty_like(numbers), np.empty_like(numbers)
+        stages = np.searchsorted(self._firsts, numbers, "right") - 1
+        for number in np.unique(stages):
+            stage, own = self.stages[number], stages == number
+            corpora[own], before = stage.mix.locate(numbers[own] - stage.first)
+            within[own] = stage.used[corpora[own]] + before
+        return corpora, within
+
+    def places(self, numbers: Numbers) -> Numbers:
+        """[numbers, 2]: the corpus of each sample, and its first token in that corpus' file."""
+        corpora, within = self.locate_all(numbers)
+        for corpus in np.unique(corpora):
+            own = corpora == corpus
+            within[own] = self.corpora[corpus].positions(within[own]) * self.sequence_length
+        return np.stack([corpora, within], axis=1)
+
+    def read(self, places: Numbers, out: Numbers) -> None:
+        """As Corpus.read."""
+        first = places[0, 0]
+        if (places[:, 0] == first).all():
+            self.corpora[first].read(places, out)
+            return
+        for corpus in np.unique(places[:, 0]):
+            own = np.flatnonzero(places[:, 0] == corpus)
+            tokens = np.empty((len(own), self.sequence_length + 1), np.int64)
+            self.corpora[corpus].read(places[own], tokens)
+            out[own] = tokens
+
+    def sample(self, n: int) -> Numbers:
         """As Corpus.sample."""
-        corpus, k = self.locate(n)
-        return self.corpora[corpus].sample(k)
+        return sample(self, n)
 
-
-def permute(k: int, size: int, key: str) -> int:
-    """The image of k under a bijection of range(size) chosen by the key.
-
-    A Feistel network on pairs (left, right) of range(a) x range(b), a * b >= size, that walks on
-    until it is back in range: https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf (method 2).
-    With a and b near the square root of `size`, it hardly ever has to walk.
-    """
-    a = math.isqrt(size - 1) + 1
-    b = -(-size // a)
-    keys = _round_keys(key)
-    while True:
-        left, right = divmod(k, b)
-        for i in range(0, _FEISTEL_ROUNDS, 2):
-            left = (left + _mix(right ^ keys[i])) % a
-            right = (right + _mix(left ^ keys[i + 1])) % b
-        k = left * b + right
-        if k < size:
-            return k
-
-
-@functools.lru_cache(maxsize=256)
-def _round_keys(key: str) -> tuple[int, ...]:
-    digest = hashlib.blake2b(key.encode(), digest_size=8 * _FEISTEL_ROUNDS).digest()
-    return tuple(np.frombuffer(digest, "<u8").tolist())
-
-
-def _mix(x: int) -> int:
-    """A 64-bit hash: the finaliser of SplitMix64 (https://doi.org/10.1145/2714064.2660195)."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
-    return x ^ (x >> 31)
-
-
-def blend_shares(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in the ratio of the weights: exactly where their sum can be MAX_BLEND_PERIOD or
-    less, else rounded to that sum by largest remainder.
-
-    Raises ValueError for a weight that is not positive and finite, or too small to get a share.
-    """
-    if bad := [weight for weight in weights if not (math.isfinite(weight) and weight > 0)]:
-        raise ValueError(f"blend weights must be positive and finite, got {bad}")
-    # Through str, 0.1 means one tenth and not the binary fraction next to it.
-    exact = [Fraction(str(weight)) for weight in weights]
-    exact = [weight / sum(exact) for weight in exact]
-    period = math.lcm(*(weight.denominator for weight in exact))
-    if period <= MAX_BLEND_PERIOD:
-        return [int(weight * period) for weight in exact]
-    quotas = [weight * MAX_BLEND_PERIOD for weight in exact]
-    shares = [math.floor(quota) for quota in quotas]
-    by_remainder = sorted(range(len(quotas)), key=lambda i: shares[i] - quotas[i])
-    for i in by_remainder[: MAX_BLEND_PERIOD - sum(shares)]:
-        shares[i] += 1
-    if 0 in shares:
-        raise ValueError(
-            f"blend weight {weights[shares.index(0)]} is below 1/{MAX_BLEND_PERIOD} of the total"
+    def fingerprint(self, samples: int) -> str:
+        """Equal for blends that hand out the same first `samples` samples, whatever follows: of
+        the stages that begin before, their corpora with a share."""
+        return _digest(
+            *(
+                (
+                    stage.first,
+                    *(
+                        (corpus.fingerprint, str(share))
+                        for corpus, share in zip(self.corpora, stage.shares, strict=True)
+                        if share
+                    ),
+                )
+                for stage in self.stages
+                if stage.first < samples
+            )
         )
-    return shares
 
 
-def fair_order(shares: Sequence[int]) -> npt.NDArray[np.int64]:
-    """[sum of shares] numbers of corpora, such that after every t places each has had its share
-    times t / sum, less than one place more or less.
-
-    Tijdeman's solution of the chairman assignment problem
-    (https://doi.org/10.1016/0012-365X(80)90269-1), multiplied out to whole numbers.
-    """
-    share = np.array(shares, np.int64)
-    period, n = int(share.sum()), len(share)
-    order = np.zeros(period, np.int64)
-    if n == 1:
-        return order
-    slack = 2 * n - 2
-    owed = np.zeros(n, np.int64)  # share * places so far - period * places got
-    for place in range(period):
-        owed += share
-        # Of those owed enough to be served, the one that would first be owed a whole place.
-        patience = ((slack - 1) * period - slack * owed) / share
-        chosen = np.where(slack * owed >= period, patience, np.inf).argmin()
-        owed[chosen] -= period
-        order[place] = chosen
-    return order
+def sample(dataset: Corpus | Blend, n: int) -> Numbers:
+    tokens = np.empty((1, dataset.sequence_length + 1), np.int64)
+    dataset.read(dataset.places(np.array([n])), tokens)
+    return tokens[0]
 
 
 def _digest(*parts: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -13,7 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.token_file import TokenArray
+from data.order import Numbers
+
+# Samples whose places are worked out together: array arithmetic on a few takes as long as on many.
+PLANNED_SAMPLES = 4096
 
 
 class Dataset(Protocol):
@@ -21,7 +25,9 @@ class Dataset(Protocol):
 
     sequence_length: int
 
-    def sample(self, n: int) -> TokenArray: ...
+    def places(self, numbers: Numbers) -> Numbers: ...
+
+    def read(self, places: Numbers, out: Numbers) -> None: ...
 
 
 class Loader:
@@ -43,6 +49,7 @@ class Loader:
     Attributes:
         samples_consumed: by all ranks, up to the last optimizer step whose micro-batches were all
             handed out; resume with it, at any world size.
+        first_samples: numbers of this rank's first micro-batch.
         wait_seconds: how long next() has waited for data, in total.
     """
 
@@ -58,33 +65,31 @@ class Loader:
         samples_consumed: int = 0,
         prefetch: int = 4,
     ) -> None:
-        self._dataset = dataset
-        self._micro_batch = micro_batch
         self._device = device
         self._samples_per_micro_step = micro_batch * world_size
         self._samples_per_step = micro_batch * world_size * accumulation_steps
         self._handed_out = 0  # samples by all ranks in the current optimizer step
-        self._next_sample = samples_consumed + rank * micro_batch
+        first = samples_consumed + rank * micro_batch
+        self.first_samples = range(first, first + micro_batch)
+        self._source = _batches(dataset, first, micro_batch, self._samples_per_micro_step, device)
         self.samples_consumed = samples_consumed
         self.wait_seconds = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data-loader")
-        self._batches: deque[Future[Tensor]] = deque()
+        self._futures: deque[Future[Tensor]] = deque()
         for _ in range(prefetch):
             self._read_ahead()
 
     def _read_ahead(self) -> None:
-        samples = range(self._next_sample, self._next_sample + self._micro_batch)
-        self._batches.append(self._thread.submit(read_batch, self._dataset, samples, self._device))
-        self._next_sample += self._samples_per_micro_step
+        self._futures.append(self._thread.submit(next, self._source))
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        if not self._batches:
+        if not self._futures:
             raise StopIteration
         started = time.perf_counter()
-        batch = self._batches.popleft().result()
+        batch = self._futures.popleft().result()
         self.wait_seconds += time.perf_counter() - started
         self._read_ahead()
         self._handed_out += self._samples_per_micro_step
@@ -95,7 +100,7 @@ class Loader:
 
     def close(self) -> None:
         """Ends the thread and the iteration."""
-        self._batches.clear()
+        self._futures.clear()
         self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Loader:
@@ -133,13 +138,28 @@ def evaluation_batches(
         yield (*_on_device(batch, device), len(own))
 
 
+def _batches(
+    dataset: Dataset, first: int, micro_batch: int, stride: int, device: torch.device
+) -> Iterator[Tensor]:
+    """Micro-batches of the samples from first, first + stride, first + 2 * stride and so on."""
+    planned = max(1, PLANNED_SAMPLES // micro_batch)
+    for start in itertools.count(first, planned * stride):
+        numbers = start + stride * np.arange(planned)[:, None] + np.arange(micro_batch)
+        places = dataset.places(numbers.ravel())
+        for batch in np.split(places, planned):
+            yield _read(dataset, batch, device)
+
+
 def read_batch(dataset: Dataset, samples: range, device: torch.device) -> Tensor:
     """int64 [samples, sequence_length + 1] in host memory, pinned if it is to go to a GPU."""
-    batch = np.empty((len(samples), dataset.sequence_length + 1), np.int64)
-    for row, n in zip(batch, samples, strict=True):
-        row[:] = dataset.sample(n)
-    tokens = torch.from_numpy(batch)
-    return tokens.pin_memory() if device.type == "cuda" else tokens
+    return _read(dataset, dataset.places(np.array(samples)), device)
+
+
+def _read(dataset: Dataset, places: Numbers, device: torch.device) -> Tensor:
+    shape = len(places), dataset.sequence_length + 1
+    batch = torch.empty(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+    dataset.read(places, batch.numpy())
+    return batch
 
 
 def _on_device(batch: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

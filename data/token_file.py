@@ -12,14 +12,18 @@
         int64[D]  the sequence that each document begins with; the last entry is S
 
 Files written here hold one sequence per document; files with several can be read. manifest.json
-(data/manifest.py) names the tokenizer and checksums; corpora from other tools have none.
+(data/manifest.py) names the tokenizer and checksums; corpora from other tools have none: see
+data/foreign.py. Megatron's multimodal files end in int8[S], a mode per sequence: they are refused.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+import mmap
 import os
+import resource
 import struct
 from array import array
 from collections.abc import Iterator
@@ -36,6 +40,7 @@ TokenArray = npt.NDArray[np.integer]
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\0\0"
+_OLDER_MAGIC = b"TNTIDX"
 _VERSION = 1
 
 # Codes 6 and 7 are floating point: not tokens.
@@ -46,6 +51,10 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 _BLOCK = 1 << 20  # elements handled at once where a file is passed over
+
+# Reads in random order for which the system is told of the places beforehand, after one that had to
+# wait for the disk. Telling costs 0.7 us a place, for nothing where the pages are in memory.
+_ADVISED_READS = 64
 
 # Without checksums, both ends of a file tell corpora of equal sizes apart.
 _FINGERPRINT_BYTES = 1 << 16
@@ -155,10 +164,16 @@ class _HashedFile:
 
 
 class TokenFile:
-    """A memory-mapped token file. Opening reads a few bytes, whatever the size.
+    """A memory-mapped token file. Opening reads a few pages, whatever the size, and keeps one file
+    open.
+
+    Samples in random order are reads of (sequence length + 1) tokens, a few KB each, anywhere in
+    PREFIX.bin. The index is not needed for them. From a cold cache, the system is told of a batch's
+    places before they are touched: it then reads them at once and nothing else, where a page fault
+    would fetch 128 KiB around each, one after another. That holds for network file systems too.
 
     Attributes:
-        document_count, token_count: totals.
+        document_count, sequence_count, token_count: totals.
         dtype: of the tokens.
         manifest: the one beside it, or None.
         fingerprint: equal for equal content: from the manifest's checksums, or without a manifest
@@ -170,31 +185,29 @@ class TokenFile:
     """
 
     def __init__(self, prefix: str | Path) -> None:
+        if str(prefix).endswith((".bin", ".idx")):
+            raise ValueError(f"{prefix}: leave out .bin and .idx, a corpus is both files")
         self.bin_path, self._idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-        self.dtype, sequences, entries = self._read_header()
+        self.dtype, self.sequence_count, entries = self._read_header()
+        self.document_count = entries - 1
+        self._documents_at = _HEADER.size + 12 * self.sequence_count
         bin_bytes = self.bin_path.stat().st_size
-        offset = _HEADER.size
-        self._lengths = _mapped(self._idx_path, np.dtype("<i4"), sequences, offset)
-        offset += 4 * sequences
-        self._pointers = _mapped(self._idx_path, np.dtype("<i8"), sequences, offset)
-        offset += 8 * sequences
-        self._first_sequences = _mapped(self._idx_path, np.dtype("<i8"), entries, offset)
-        described = 0
-        if sequences:
-            described = int(self._pointers[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+        described, spanned = self._read_ends(entries)
         if bin_bytes != described:
             raise ValueError(
                 f"{self.bin_path}: {bin_bytes:,} bytes, but its index describes {described:,}: "
                 "truncated or damaged; copy or prepare it again"
             )
-        if self._first_sequences[0] != 0 or self._first_sequences[-1] != sequences:
+        if spanned != (0, self.sequence_count):
             raise ValueError(
-                f"{self._idx_path}: documents span the sequences {self._first_sequences[0]} to "
-                f"{self._first_sequences[-1]}, expected 0 to {sequences:,}: damaged"
+                f"{self._idx_path}: documents span the sequences {spanned[0]} to "
+                f"{spanned[1]}, expected 0 to {self.sequence_count:,}: damaged"
             )
-        self.document_count = entries - 1
         self.token_count = bin_bytes // self.dtype.itemsize
-        self._tokens = _mapped(self.bin_path, self.dtype, self.token_count, 0)
+        self._map = _mapped(self.bin_path) if bin_bytes else None
+        self._tokens: TokenArray = np.frombuffer(self._map or b"", self.dtype)
+        self._windows = self._tokens, 0
+        self._advised_reads = 0
         self.manifest = read_manifest(prefix)
         self.fingerprint = self._fingerprint(Path(prefix).name)
 
@@ -204,6 +217,11 @@ class TokenFile:
         size = path.stat().st_size
         with path.open("rb") as stream:
             content = stream.read(_HEADER.size)
+        if content.startswith(_OLDER_MAGIC):
+            raise ValueError(
+                f"{path}: not a Megatron index of the kind mmap, but of the older kinds lazy and "
+                "cached; preprocess with --dataset-impl mmap"
+            )
         if content[: len(_MAGIC)] != _MAGIC[: len(content)] or not content:
             raise ValueError(f"{path}: not a Megatron index: it begins with {content[:9]!r}")
         if size < _HEADER.size:
@@ -214,12 +232,35 @@ class TokenFile:
         if code not in _DTYPES:
             raise ValueError(f"{path}: dtype code {code} is not an integer type of the format")
         expected = _HEADER.size + 12 * sequences + 8 * entries
+        if size == expected + sequences and sequences:
+            raise ValueError(
+                f"{path}: a multimodal corpus, with a mode for each sequence: only text is read"
+            )
         if size != expected or entries < 1:
             raise ValueError(
                 f"{path}: {size:,} bytes, but its header ({sequences:,} sequences, {entries:,} "
                 f"document entries) describes {expected:,}: truncated or damaged"
             )
         return _DTYPES[code], sequences, entries
+
+    def _read_ends(self, entries: int) -> tuple[int, tuple[int, int]]:
+        """(bytes of PREFIX.bin that the index describes, first and last entry of its documents)."""
+        with self._idx_path.open("rb") as stream:
+
+            def number(letter: str, offset: int) -> int:
+                stream.seek(offset)
+                return int(struct.unpack(letter, stream.read(struct.calcsize(letter)))[0])
+
+            described, count = 0, self.sequence_count
+            if count:
+                last_length = number("<i", _HEADER.size + 4 * (count - 1))
+                last_pointer = number("<q", _HEADER.size + 4 * count + 8 * (count - 1))
+                described = last_pointer + last_length * self.dtype.itemsize
+            spanned = (
+                number("<q", self._documents_at),
+                number("<q", self._documents_at + 8 * (entries - 1)),
+            )
+        return described, spanned
 
     def _fingerprint(self, name: str) -> str:
         if self.manifest is None:
@@ -247,6 +288,26 @@ class TokenFile:
             )
         return self._tokens[start : start + count]
 
+    def rows(self, starts: npt.NDArray[np.int64], count: int) -> TokenArray:
+        """[starts, count] tokens, of each start those that follow it: a copy, in one go."""
+        if self._windows[1] != count:
+            self._windows = np.lib.stride_tricks.sliding_window_view(self._tokens, count), count
+        if self._advised_reads:
+            self._advised_reads -= 1
+            self._advise(starts, count)
+        faults = _faults_from_disk()
+        rows: TokenArray = self._windows[0][starts]
+        if _faults_from_disk() > faults:
+            self._advised_reads = _ADVISED_READS
+        return rows
+
+    def _advise(self, starts: npt.NDArray[np.int64], count: int) -> None:
+        assert self._map is not None
+        item = self.dtype.itemsize
+        for start in starts.tolist():
+            page = start * item // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_WILLNEED, page, (start + count) * item - page)
+
     def document(self, number: int) -> TokenArray:
         """The tokens of one document, its end-of-document token included, without a copy."""
         if not 0 <= number < self.document_count:
@@ -254,9 +315,30 @@ class TokenFile:
         first, end = (int(sequence) for sequence in self._first_sequences[number : number + 2])
         if first == end:
             return self._tokens[:0]
-        start = int(self._pointers[first]) // self.dtype.itemsize
-        stop = int(self._pointers[end - 1]) // self.dtype.itemsize + int(self._lengths[end - 1])
+        pointers, lengths = self._pointers, self._lengths
+        start = int(pointers[first]) // self.dtype.itemsize
+        stop = int(pointers[end - 1]) // self.dtype.itemsize + int(lengths[end - 1])
         return self._tokens[start:stop]
+
+    # Mapped when documents are asked for: training never does, and each would keep a file open.
+    @functools.cached_property
+    def _lengths(self) -> TokenArray:
+        return self._index("<i4", self.sequence_count, _HEADER.size)
+
+    @functools.cached_property
+    def _pointers(self) -> TokenArray:
+        return self._index("<i8", self.sequence_count, _HEADER.size + 4 * self.sequence_count)
+
+    @functools.cached_property
+    def _first_sequences(self) -> TokenArray:
+        return self._index("<i8", self.document_count + 1, self._documents_at)
+
+    def _index(self, dtype: str, count: int, offset: int) -> TokenArray:
+        return np.frombuffer(self._index_map, dtype, count, offset)
+
+    @functools.cached_property
+    def _index_map(self) -> mmap.mmap:
+        return _mapped(self._idx_path)
 
     def blocks(self) -> Iterator[TokenArray]:
         """All tokens, about a million at a time."""
@@ -264,10 +346,15 @@ class TokenFile:
             yield self._tokens[start : start + _BLOCK]
 
 
-def _mapped(path: Path, dtype: np.dtype[np.integer], count: int, offset: int) -> TokenArray:
-    if count == 0:  # the system cannot map nothing
-        return np.empty(0, dtype)
-    return np.asarray(np.memmap(path, dtype, "r", offset, (count,)))
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _faults_from_disk() -> int:
+    """Pages that this thread has waited for, so far, since they were not in memory."""
+    who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # Linux counts per thread
+    return resource.getrusage(who).ru_majflt
 
 
 def _check_ids(tokens: TokenArray, vocabulary_size: int, where: str) -> None:

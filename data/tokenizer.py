@@ -112,6 +112,11 @@ class Tokenizer:
         return self.decode(self.encode(_PROBE)) == _PROBE
 
 
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Reads a .model file, or that of a prepared corpus' folder."""
+    return Tokenizer(Path(path) / "tokenizer.model" if Path(path).is_dir() else path)
+
+
 @dataclass(frozen=True)
 class TrainingReport:
     """Bytes of text read and learnt from, and how many of `sampled` texts came back unchanged."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data.manifest import Inputs, Manifest, Skipped, SplitRecord, TokenizerRecord
 from data.token_file import TokenFileWriter
 
 ROOT = Path(__file__).parent.parent
@@ -31,17 +32,53 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-golden", action="store_true", help="record the golden losses anew")
 
 
+def write_manifest(
+    folder: Path, splits: dict[str, SplitRecord], *, vocabulary: int = VOCABULARY
+) -> None:
+    """As of a tokenizer that is not there: tests make up their ids."""
+    special = {"eos": vocabulary - 1}
+    tokenizer = TokenizerRecord(
+        kind="sentencepiece", sha256="0" * 64, vocabulary_size=vocabulary, special_tokens=special
+    )
+    inputs = Inputs(
+        sources=(), tokenizer=tokenizer, text_key="text", skip_invalid=False,
+        validation_fraction=0.0,
+    )  # fmt: skip
+    skipped = Skipped(empty=0, invalid=0)
+    manifest = Manifest(inputs=inputs, dtype="uint16", splits=splits, skipped=skipped)
+    (folder / "manifest.json").write_text(manifest.model_dump_json())
+
+
+@pytest.fixture
+def write_split(tmp_path: Path) -> Callable[..., Path]:
+    """Writes one document of token ids with a manifest into a folder of its own; returns the
+    prefix. `vocabulary` is what the manifest says."""
+
+    def write(name: str, tokens: Any, *, vocabulary: int = VOCABULARY) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        with TokenFileWriter(folder / "train", 1 << 15) as writer:
+            writer.append(np.asarray(tokens), np.array([len(tokens)], np.int32))
+        write_manifest(folder, {"train": writer.record}, vocabulary=vocabulary)
+        return folder / "train"
+
+    return write
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train and validation token files of a few documents that can be learnt."""
     folder = tmp_path_factory.mktemp("corpus")
     random = np.random.default_rng(0)
+    splits = {}
     for split, documents in (("train", 40), ("validation", 6)):
         with TokenFileWriter(folder / split, VOCABULARY) as writer:
             for _ in range(documents):
                 length = int(random.integers(20, 200))
                 tokens = (random.integers(VOCABULARY) + np.arange(length)) % VOCABULARY
                 writer.append(tokens, np.array([length], np.int32))
+        splits[split] = writer.record
+    write_manifest(folder, splits)
     return folder
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import ActivationCheckpointing, Corpus, DataConfig, RunConfig, TrainingConfig
+from configs.schema import (
+    ActivationCheckpointing,
+    Corpus,
+    DataConfig,
+    RunConfig,
+    Stage,
+    TrainingConfig,
+)
 from model.config import ModelConfig
 
 ROOT = Path(__file__).parent.parent
@@ -97,6 +104,7 @@ def test_every_config_key_is_read_somewhere() -> None:
         RunConfig,
         DataConfig,
         Corpus,
+        Stage,
         TrainingConfig,
         ActivationCheckpointing,
         ModelConfig,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from data.dataset import Corpus
+from data.loader import evaluation_batches
+from training.setup import Run
 
 
 def validation_loss(engine: Any, batches: Iterable[tuple[Tensor, Tensor, int]]) -> float:
@@ -29,3 +33,22 @@ def validation_loss(engine: Any, batches: Iterable[tuple[Tensor, Tensor, int]]) 
         engine.train(was_training)
     torch.distributed.all_reduce(total)
     return (total[0] / total[1]).item()
+
+
+def validation_batches(
+    run: Run, engine: Any, corpus: Corpus
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """This rank's part of the first samples of a validation set."""
+    return evaluation_batches(
+        corpus,
+        min(run.config.training.evaluation_samples, corpus.samples_per_epoch),
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        rank=run.ranks.data_rank,
+        world_size=run.ranks.data_ranks,
+        device=run.ranks.device,
+    )
+
+
+def mean(losses: Mapping[str, float]) -> float:
+    """Of the validation sets, each counting the same whatever its size."""
+    return sum(losses.values()) / len(losses)

@@ -239,13 +239,22 @@ class MetricsWriter:
         if self.enabled:
             self._print(console_line(line, self._max_steps))
 
-    def evaluation(self, step: int, validation_loss: float) -> None:
-        self._write({"step": step, "validation_loss": validation_loss})
+    def evaluation(self, step: int, losses: float | Mapping[str, float]) -> None:
+        """The validation loss, or that of each set by name; their mean is then the validation loss.
+
+        A single set has the name "".
+        """
+        if not isinstance(losses, Mapping):
+            losses = {"": losses}
+        loss = sum(losses.values()) / len(losses)
+        named = {f"validation_loss/{name}": value for name, value in losses.items() if name}
+        self._write({"step": step, "validation_loss": loss, **named})
         if self.enabled:
-            perplexity = math.exp(min(validation_loss, 700))
+            perplexity = math.exp(min(loss, 700))
+            each = ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if name)
             self._print(
-                f"step {step:>6}  validation loss {validation_loss:.4f}"
-                f"  perplexity {perplexity:,.1f}"
+                f"step {step:>6}  validation loss {loss:.4f}"
+                f"{f', the mean of {each}' if each else ''}  perplexity {perplexity:,.1f}"
             )
 
     def step(self, step: int) -> None:
@@ -263,7 +272,7 @@ class MetricsWriter:
         self._lines.flush()
         for name, value in line.items():
             if name != "step" and value is not None:
-                group = "evaluation" if name == "validation_loss" else "training"
+                group = "evaluation" if name.startswith("validation_loss") else "training"
                 self._tensorboard.add_scalar(f"{group}/{name}", value, line["step"])
         self._tensorboard.flush()
 

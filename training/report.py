@@ -31,6 +31,7 @@ def describe(run: Run, engine: Any) -> None:
         f"optimizer  {describe_optimizer(engine)}",
         f"blocks     {describe_policies(run.policies)}",
     ]
+    lines += describe_data(run)
     if ranks.tensor_parallel > 1:
         lines.append(f"replicas   {ranks.data_ranks}, tensor parallel size {ranks.tensor_parallel}")
     lines += [f"warning    {line}" for line in warnings_of(config, section, ranks.hardware())]
@@ -41,6 +42,32 @@ def describe(run: Run, engine: Any) -> None:
     elif (Path(config.training.run_folder) / "metrics.jsonl").exists():
         lines.append("restarting at step 0: the run folder holds no checkpoint yet")
     say(ranks, "\n".join(lines))
+
+
+def describe_data(run: Run) -> list[str]:
+    """What the whole run reads of each corpus: a line each, and what is worth a second look."""
+    data, total, length = run.train_data, run.total_samples, run.train_data.sequence_length
+    lines, notices = [], []
+    counts = data.counts(total).tolist()
+    for entry, corpus, samples in zip(run.config.data.train, data.corpora, counts, strict=True):
+        made_by = "" if corpus.file.manifest else ", no manifest, ids as of data.tokenizer"
+        epochs = samples / corpus.samples_per_epoch
+        lines.append(
+            f"data       {entry.path}: {samples / total:.2%} of the samples and tokens, "
+            f"{samples * length:,} tokens, {epochs:.3g} epochs of {corpus.file.token_count:,} "
+            f"in {corpus.file.document_count:,} documents{made_by}"
+        )
+        if not samples:
+            notices.append(f"notice     {entry.path}: skipped, the run reads nothing of it")
+        if epochs > entry.max_epochs:
+            notices.append(
+                f"warning    {entry.path}: read {epochs:.3g} times, more than its max_epochs of "
+                f"{entry.max_epochs:g}: repeated tokens teach less and less (arXiv 2305.16264)"
+            )
+    for stage in data.stages[1:]:
+        shares = ", ".join(f"{float(share):.2%}" for share in stage.shares)
+        lines.append(f"schedule   from {stage.first * length:,} tokens: {shares}")
+    return lines + notices
 
 
 def describe_optimizer(engine: Any) -> str:
@@ -73,7 +100,8 @@ def conclude(run: Run, validation: float) -> None:
     if run.ranks.rank != 0:
         return
     vocabulary, folder = run.config.model.vocabulary_size, run.config.training.run_folder
-    entropy = unigram_entropy(run.validation_data.file, vocabulary)
+    files = [corpus.file for corpus in run.validation_data.values()]
+    entropy = sum(unigram_entropy(file, vocabulary) for file in files) / len(files)
     print(
         f"\nvalidation loss {validation:.3f} nats a token; token frequencies alone would give "
         f"{entropy:.3f}, a uniform guess ln {vocabulary} = {math.log(vocabulary):.3f}\n"

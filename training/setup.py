@@ -11,7 +11,10 @@ import torch
 
 from configs.deepspeed import resolve, tensor_parallel_size
 from configs.schema import ConfigError, RunConfig, changed
-from data.dataset import Blend, Corpus, require_one_tokenizer
+from data.dataset import Blend, Corpus
+from data.foreign import require_one_tokenizer
+from data.manifest import TokenizerRecord
+from data.tokenizer import load_tokenizer
 from memory.cost import SPEEDS
 from memory.cures import cures, milder
 from memory.fit import fit
@@ -36,10 +39,16 @@ class Run:
     """Of each block."""
     ranks: Ranks
     train_data: Blend
-    validation_data: Corpus
+    validation_data: dict[str, Corpus]
+    """By name; a single one has the name ""."""
     start: checkpoint.Progress
     checkpoint: Path | None
     """Where `start` comes from; None for a new run."""
+
+    @property
+    def total_samples(self) -> int:
+        """Of the whole run, from step 1."""
+        return self.config.training.max_steps * int(self.section["train_batch_size"])
 
     @property
     def rehearses(self) -> bool:
@@ -87,13 +96,16 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
         train_data, validation_data = open_data(config)
     except (ValueError, OSError) as error:
         problems.append(str(error))
+    if not problems:
+        problems += uncovered(config, section)
     if problems:
         raise ConfigError(problems)
     ranks = replace(ranks, tensor_parallel=tensor_parallel_size(section))
     found = checkpoint.claim_run_folder(config)
-    start = checkpoint.Progress(0, 0, train_data.fingerprint, ranks.world_size)
+    start = checkpoint.Progress(0, 0, train_data.fingerprint(0), ranks.world_size)
     if found:
         start = checkpoint.read_progress(found, start)
+        require_same_past(train_data, start)
     return Run(config, config, section, policies, ranks, train_data, validation_data, start, found)
 
 
@@ -134,16 +146,60 @@ def machine_of(ranks: Ranks, config: RunConfig) -> Machine:
     return Machine(ranks.world_size, ranks.local_world_size, memory, host, kind, bf16)
 
 
-def open_data(config: RunConfig) -> tuple[Blend, Corpus]:
-    """Training and validation data, of one tokenizer."""
+def open_data(config: RunConfig) -> tuple[Blend, dict[str, Corpus]]:
+    """Training data, and validation data by name, of one tokenizer.
+
+    Raises:
+        OSError, ValueError: a file is missing, damaged, or not of the model's vocabulary.
+    """
     length, seed = config.training.sequence_length, config.training.seed
-    vocabulary = config.model.vocabulary_size
-    corpora = [
-        Corpus(corpus.path, length, seed, vocabulary_size=vocabulary)
-        for corpus in config.data.train
+    named = tokenizer_record(config.data.tokenizer)
+
+    def corpus(path: str, shuffle: bool) -> Corpus:
+        vocabulary = config.model.vocabulary_size
+        return Corpus(
+            path, length, seed, vocabulary_size=vocabulary, shuffle=shuffle, tokenizer=named
+        )
+
+    corpora = [corpus(entry.path, True) for entry in config.data.train]
+    validation = {name: corpus(path, False) for name, path in config.data.validation_sets.items()}
+    files = [opened.file for opened in (*corpora, *validation.values())]
+    require_one_tokenizer(files, named, config.data.tokenizer)
+    schedule = [(-(-stage.from_tokens // length), stage.weights) for stage in config.data.schedule]
+    return Blend(corpora, [entry.share for entry in config.data.train], schedule), validation
+
+
+def tokenizer_record(path: str | None) -> TokenizerRecord | None:
+    if path is None:
+        return None
+    try:
+        return TokenizerRecord.model_validate(load_tokenizer(path).identity)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.tokenizer: {error}") from None
+
+
+def uncovered(config: RunConfig, section: dict[str, Any]) -> list[str]:
+    """What is wrong with token budgets that are smaller than the run."""
+    budgets = [corpus.tokens for corpus in config.data.train if corpus.tokens is not None]
+    steps, length = config.training.max_steps, config.training.sequence_length
+    read = steps * int(section["train_batch_size"]) * length
+    if not budgets or sum(budgets) >= read:
+        return []
+    return [
+        f"data.train: the budgets add up to {sum(budgets):,} tokens, but {steps:,} steps read "
+        f"{read:,}; raise data.train.N.tokens or lower training.max_steps"
     ]
-    validation = Corpus(
-        config.data.validation, length, seed, vocabulary_size=vocabulary, shuffle=False
+
+
+def require_same_past(data: Blend, start: checkpoint.Progress) -> None:
+    """Raises ConfigError if the samples trained on so far are not those the data would give."""
+    if data.fingerprint(start.samples_consumed) == start.data_fingerprint:
+        return
+    tokens = start.samples_consumed * data.sequence_length
+    raise ConfigError(
+        [
+            f"data.train: not the corpora, weights and seed that the first {tokens:,} tokens were "
+            "read with, up to the checkpoint; set them back. To change the mix from here on, add "
+            f'a stage to data.schedule: {{"from_tokens": {tokens}, "weights": [...]}}'
+        ]
     )
-    require_one_tokenizer([*corpora, validation])
-    return Blend(corpora, [corpus.weight for corpus in config.data.train]), validation

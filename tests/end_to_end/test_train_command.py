@@ -15,10 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-
-from data.token_file import TokenFileWriter
 
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 
@@ -162,15 +159,13 @@ def test_a_mistake_is_one_message_and_exit_2(
 
 @pytest.mark.slow
 def test_ids_above_the_vocabulary_are_named_when_they_are_read(
-    altered: Callable[..., Any], command: Any, tmp_path: Path
+    altered: Callable[..., Any], command: Any, write_split: Callable[..., Path]
 ) -> None:
-    with TokenFileWriter(tmp_path / "foreign", 1000) as writer:
-        writer.append(np.full(400, 900), np.array([400], np.int32))
-    config = altered({"data.train": [{"path": str(tmp_path / "foreign")}]})
+    config = altered({"data.train": [{"path": str(write_split("foreign", [900] * 400))}]})
     done = command.train(config, *short(config))
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert re.search(r"foreign\.bin: token \d+ is 900.*vocabulary is 67", done.stderr)
+    assert re.search(r"foreign/train\.bin: token \d+ is 900.*vocabulary is 67", done.stderr)
 
 
 @pytest.mark.slow
