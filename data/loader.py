@@ -17,7 +17,10 @@ from torch import Tensor
 from data.order import Numbers
 
 # Samples whose places are worked out together: array arithmetic on a few takes as long as on many.
-PLANNED_SAMPLES = 4096
+PLANNED_SAMPLES = 1024
+
+# Small micro-batches are read several at a time, into one buffer of 1 MiB, for the same reason.
+TOKENS_READ_TOGETHER = 1 << 17
 
 
 class Dataset(Protocol):
@@ -71,7 +74,9 @@ class Loader:
         self._handed_out = 0  # samples by all ranks in the current optimizer step
         first = samples_consumed + rank * micro_batch
         self.first_samples = range(first, first + micro_batch)
-        self._source = _batches(dataset, first, micro_batch, self._samples_per_micro_step, device)
+        self._source = read_batches(
+            dataset, first, micro_batch, self._samples_per_micro_step, device
+        )
         self.samples_consumed = samples_consumed
         self.wait_seconds = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data-loader")
@@ -138,16 +143,34 @@ def evaluation_batches(
         yield (*_on_device(batch, device), len(own))
 
 
-def _batches(
+def read_batches(
     dataset: Dataset, first: int, micro_batch: int, stride: int, device: torch.device
 ) -> Iterator[Tensor]:
-    """Micro-batches of the samples from first, first + stride, first + 2 * stride and so on."""
-    planned = max(1, PLANNED_SAMPLES // micro_batch)
+    """Endless: micro-batches of the samples from first, first + stride, first + 2 * stride, ...
+
+    Each is as read_batch gives it, and costs much less: places are worked out and tokens copied for
+    many at a time.
+    """
+    affordable = TOKENS_READ_TOGETHER // (dataset.sequence_length + 1)
+    together = max(1, min(affordable, PLANNED_SAMPLES) // micro_batch)
+    planned = together * max(1, PLANNED_SAMPLES // (together * micro_batch))
     for start in itertools.count(first, planned * stride):
         numbers = start + stride * np.arange(planned)[:, None] + np.arange(micro_batch)
         places = dataset.places(numbers.ravel())
-        for batch in np.split(places, planned):
-            yield _read(dataset, batch, device)
+        for group in np.split(places, planned // together):
+            yield from _read_group(dataset, group, micro_batch, device)
+
+
+def _read_group(
+    dataset: Dataset, places: Numbers, micro_batch: int, device: torch.device
+) -> Iterator[Tensor]:
+    """Views of one buffer, a micro-batch each."""
+    try:
+        yield from _read(dataset, places, device).split(micro_batch)
+    except ValueError:
+        # A bad sample is an error when its batch is wanted, and the run may end before.
+        for start in range(0, len(places), micro_batch):
+            yield _read(dataset, places[start : start + micro_batch], device)
 
 
 def read_batch(dataset: Dataset, samples: range, device: torch.device) -> Tensor:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from data.dataset import Corpus
-from data.loader import Loader, evaluation_batches
-from data.token_file import TokenArray
+from data.loader import Loader, evaluation_batches, read_batches
+from data.order import Numbers as Numbers_
 
 CPU = torch.device("cpu")
 
@@ -25,13 +25,16 @@ class Numbers:
 
     def __init__(self, fail_at: int = -1) -> None:
         self.fail_at = fail_at
-        self.read = 0
+        self.read_so_far = 0
 
-    def sample(self, n: int) -> TokenArray:
-        self.read = max(self.read, n + 1)
-        if n == self.fail_at:
-            raise ValueError(f"sample {n} is damaged")
-        return np.array([n, n + 1000, n + 2000], np.uint16)
+    def places(self, numbers: Numbers_) -> Numbers_:
+        return numbers[:, None]
+
+    def read(self, places: Numbers_, out: Numbers_) -> None:
+        self.read_so_far = max(self.read_so_far, int(places.max()) + 1)
+        if self.fail_at in places:
+            raise ValueError(f"sample {self.fail_at} is damaged")
+        out[...] = places + np.array([0, 1000, 2000])
 
 
 def loader(dataset: object = None, **changes: int) -> Loader:
@@ -105,20 +108,34 @@ def test_resume_continues_exactly(world_size: int) -> None:
     assert first + rest == whole == list(range(72))
 
 
-def test_prefetch_is_bounded() -> None:
+def test_prefetch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.loader.TOKENS_READ_TOGETHER", 12)  # two micro-batches of 2 x 3
     dataset = Numbers()
     with loader(dataset, prefetch=3) as batches:
         next(batches)
-        batches._batches[-1].result()
-        assert dataset.read == 2 * 4
+        batches._futures[-1].result()
+        assert dataset.read_so_far == 2 * 4
 
 
-def test_errors_of_the_thread_surface() -> None:
+def test_errors_of_the_thread_surface_with_their_batch() -> None:
+    # Read together with it, the batches before a bad sample are good.
     with loader(Numbers(fail_at=5)) as batches:
         assert next(batches)[0][0, 0] == 0
         assert next(batches)[0][0, 0] == 2
         with pytest.raises(ValueError, match="sample 5 is damaged"):
             next(batches)
+
+
+@pytest.mark.parametrize(("planned", "together"), [(1, 1), (7, 12), (64, 100), (4096, 1 << 17)])
+def test_reading_ahead_does_not_change_what_is_read(
+    monkeypatch: pytest.MonkeyPatch, planned: int, together: int
+) -> None:
+    monkeypatch.setattr("data.loader.PLANNED_SAMPLES", planned)
+    monkeypatch.setattr("data.loader.TOKENS_READ_TOGETHER", together)
+    expected = [list(range(40 + 6 * step, 46 + 6 * step)) for step in range(30)]
+    assert list(steps(30, 2, 3, 1, consumed=40)) == expected
+    batches = read_batches(Numbers(), 40, 3, 6, CPU)
+    assert [next(batches)[:, 0].tolist() for _ in range(5)] == [row[:3] for row in expected[:5]]
 
 
 def test_close_ends_thread_and_iteration() -> None:
