@@ -348,7 +348,12 @@ class TokenFile:
 
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as stream:
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as problem:  # it does not say of which file
+            size = path.stat().st_size
+            reason = f"{problem.strerror}: cannot map its {size:,} bytes into the address space"
+            raise OSError(problem.errno, reason, str(path)) from None
 
 
 def _faults_from_disk() -> int:

@@ -228,3 +228,62 @@ def test_an_empty_file_can_be_opened(write_corpus: WriteCorpus) -> None:
     assert os.path.getsize(f"{file.bin_path}") == 0
     with pytest.raises(ValueError, match="holds no tokens"):
         unigram_entropy(file, 10)
+
+
+def test_rows(write_corpus: WriteCorpus) -> None:
+    file = TokenFile(write_corpus([list(range(50))], 100))
+    assert file.rows(np.array([3, 46, 0]), 4).tolist() == [
+        [3, 4, 5, 6],
+        [46, 47, 48, 49],
+        [0, 1, 2, 3],
+    ]
+    assert file.rows(np.array([49]), 1).tolist() == [[49]]
+    with pytest.raises(IndexError):
+        file.rows(np.array([47]), 4)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs Linux to empty the cache")
+def test_rows_from_a_cold_cache_are_the_same(
+    write_corpus: WriteCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.random.default_rng(0).integers(0, 1 << 15, 500_000)
+    file = TokenFile(write_corpus([tokens], 1 << 15))
+    starts = np.random.default_rng(1).integers(0, 490_000, (200, 8))
+    faults = iter(range(10**6))
+    monkeypatch.setattr("data.token_file._faults_from_disk", lambda: next(faults))
+    advised = []
+    advise = TokenFile._advise
+    monkeypatch.setattr(
+        TokenFile, "_advise", lambda *given: (advised.append(given[1]), advise(*given))
+    )
+    for number, batch in enumerate(starts):
+        if number % 50 == 0:
+            with file.bin_path.open("rb") as stream:
+                os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        expected = [tokens[start : start + 3000] for start in batch]
+        assert np.array_equal(file.rows(batch, 3000), expected)
+    assert len(advised) == 199, "from the first wait for the disk on"
+
+
+def test_a_hundred_corpora_of_a_billion_documents_open_at_once(tmp_path: Path) -> None:
+    sequences, length, item = 10**9, 300, 2  # 60 TB of the 128 that can be mapped
+    with (tmp_path / "x.idx").open("wb") as stream:
+        stream.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sequences, sequences + 1))
+        stream.seek(34 + 4 * (sequences - 1))
+        stream.write(struct.pack("<i", length))
+        stream.seek(34 + 4 * sequences + 8 * (sequences - 1))
+        stream.write(struct.pack("<q", item * length * (sequences - 1)))
+        stream.seek(34 + 12 * sequences + 8 * sequences)
+        stream.write(struct.pack("<q", sequences))
+    with (tmp_path / "x.bin").open("wb") as stream:
+        stream.truncate(item * sequences * length)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    files, before = len(os.listdir("/proc/self/fd")), resident()
+    corpora = [Corpus(tmp_path / "x", 2048, seed, vocabulary_size=100) for seed in range(100)]
+    assert len(os.listdir("/proc/self/fd")) - files <= 100
+    assert resident() - before < 16 << 20
+    assert {corpus.samples_per_epoch for corpus in corpora} == {(length * sequences - 1) // 2048}
