@@ -62,7 +62,8 @@ class Stage(Section):
 class DataConfig(Section):
     train: list[Corpus] = Field(min_length=1)
     validation: str | dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], str]
-    """Prefix of the held-out corpus, or of several by name, each with a curve of its own."""
+    """Prefix of the held-out corpus, or of several by name: each is then logged as
+    validation_loss/NAME, and validation_loss is their mean, in which every set counts the same."""
     schedule: list[Stage] = []
     """Later stages of the blend, in order."""
     tokenizer: str | None = None

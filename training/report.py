@@ -67,6 +67,8 @@ def describe_data(run: Run) -> list[str]:
     for stage in data.stages[1:]:
         shares = ", ".join(f"{float(share):.2%}" for share in stage.shares)
         lines.append(f"schedule   from {stage.first * length:,} tokens: {shares}")
+        if stage.first >= total:
+            notices.append(f"notice     the run ends at {total * length:,} tokens, before that")
     return lines + notices
 
 

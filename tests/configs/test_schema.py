@@ -72,8 +72,81 @@ def test_all_mistakes_at_once_each_with_its_key(
     assert "greater than 0" in found["training.log_interval"]
     assert "integer" in found["model.heads"]
     assert found["data.validation"] == "data.validation: missing"
-    assert "greater than 0" in found["data.train.0.weight"]
+    assert "greater than or equal to 0" in found["data.train.0.weight"]
     assert "did you mean 'weight'?" in found["data.train.0.wieght"]
+
+
+TWO = [{"path": "a"}, {"path": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"data.train": [{"path": "a", "tokens": 5}, {"path": "b"}]},
+            "data: train: either every corpus has tokens, a budget, or none has",
+        ),
+        (
+            {"data.train": [{"path": "a", "tokens": 5, "weight": 1.0}]},
+            "data: train: either every corpus has tokens, a budget, or none has",
+        ),
+        ({"data.train": [{"path": "a", "tokens": 0}]}, "data.train.0.tokens: Input should be gr"),
+        ({"data.train": [{"path": "a"}, {"path": "a"}]}, "data: train: a is listed twice"),
+        (
+            {"data.train": [{"path": "a", "weight": 0}, {"path": "b", "weight": 0}]},
+            "data: train: all weights are 0",
+        ),
+        ({"data.train": [{"path": "a", "weight": "NaN"}]}, "data.train.0.weight"),
+        (
+            {"data.train": TWO, "data.schedule": [{"from_tokens": 9, "weights": [1]}]},
+            "data: schedule.0.weights: 1 weights for the 2 corpora of data.train",
+        ),
+        (
+            {"data.train": TWO, "data.schedule": [{"from_tokens": 9, "weights": [0, 0]}]},
+            "data: schedule.0.weights: all are 0",
+        ),
+        (
+            {"data.train": TWO, "data.schedule": [{"from_tokens": 9, "weights": [1, -1]}]},
+            "data.schedule.0.weights.1: Input should be greater than or equal to 0",
+        ),
+        (
+            {
+                "data.train": TWO,
+                "data.schedule": [{"from_tokens": 9, "weights": [1, 1]}] * 2,
+            },
+            "data: schedule.1.from_tokens: 9 is not after 9",
+        ),
+        (
+            {
+                "data.train": [{"path": "a", "tokens": 5}],
+                "data.schedule": [{"from_tokens": 9, "weights": [1]}],
+            },
+            "data: schedule: goes with weights",
+        ),
+        ({"data.validation": ""}, "data: validation: names no corpus"),
+        ({"data.validation": {}}, "data: validation: names no corpus"),
+    ],
+)
+def test_blends_that_make_no_sense(
+    tmp_path: Path, altered: Callable[..., Any], changes: dict[str, Any], expected: str
+) -> None:
+    (line,) = problems(write(tmp_path / "c.json", altered(changes)))
+    assert expected in line
+
+
+def test_shares_and_validation_sets(altered: Callable[..., Any]) -> None:
+    def data(changes: dict[str, Any]) -> Any:
+        return RunConfig.model_validate(altered(changes)).data
+
+    weights = data({"data.train": [{"path": "a", "weight": 0.5}, {"path": "b"}]})
+    assert [corpus.share for corpus in weights.train] == [0.5, 1.0]
+    budgets = data({"data.train": [{"path": "a", "tokens": 7}, {"path": "b", "tokens": 9}]})
+    assert [corpus.share for corpus in budgets.train] == [7, 9]
+    assert data({"data.validation": "x/val"}).validation_sets == {"": "x/val"}
+    named = {"code": "x/val", "web": "y/val"}
+    assert data({"data.validation": named}).validation_sets == named
+    assert data({"data.train": [{"path": "x/train"}]}).tokenizer_path == "x"
+    assert data({"data.tokenizer": "t.model"}).tokenizer_path == "t.model"
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,25 @@ def test_a_run_without_a_checkpoint_starts_its_log_over(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("evaluation/validation_loss")] == [2.0]
 
 
+def test_each_validation_set_has_its_own_curve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with writer(tmp_path, 0) as open_writer:
+        open_writer.evaluation(4, {"code": 1.0, "web": 2.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 4, "validation_loss": 1.75, "validation_loss/code": 1.0,
+        "validation_loss/web": 2.5,
+    }  # fmt: skip
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == [
+        "evaluation/validation_loss",
+        "evaluation/validation_loss/code",
+        "evaluation/validation_loss/web",
+    ]
+    shown = capsys.readouterr().out
+    assert "validation loss 1.7500, the mean of code 1.0000, web 2.5000" in shown
+
+
 def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
     with writer(tmp_path, 0) as open_writer:
         open_writer.training(line(1, 1.0))

@@ -266,6 +266,7 @@ def test_what_may_change_when_a_run_goes_on(altered: Callable[..., Any]) -> None
         "training.max_steps": 99,
         "training.log_interval": 7,
         "data.validation": "elsewhere",
+        "data.schedule": [{"from_tokens": 1000, "weights": [2]}],
         "training.expandable_segments": True,
     }
     free["activation_checkpointing"] = {"policies": {"full": "all"}}
