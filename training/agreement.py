@@ -49,7 +49,7 @@ def disagreement(rows: Sequence[Sequence[int]]) -> str | None:
             if row[0] != data_rank:
                 return (
                     f"ranks {other} and {rank} both read sample {sample:,} in their first batch: "
-                    "the launcher gave two processes one place"
+                    "each step would train on fewer samples than it counts"
                 )
         same = next((other for other in range(rank) if rows[other][0] == data_rank), rank)
         if list(rows[same]) != list(rows[rank]):
