@@ -169,8 +169,9 @@ class TokenFile:
 
     Samples in random order are reads of (sequence length + 1) tokens, a few KB each, anywhere in
     PREFIX.bin. The index is not needed for them. From a cold cache, the system is told of a batch's
-    places before they are touched: it then reads them at once and nothing else, where a page fault
-    would fetch 128 KiB around each, one after another. That holds for network file systems too.
+    places before they are touched, and reads them at once and nothing else. A page fault would wait
+    for one after another, and fetch what the device reads ahead, 128 KiB or megabytes. That holds
+    for network file systems too.
 
     Attributes:
         document_count, sequence_count, token_count: totals.
@@ -205,6 +206,8 @@ class TokenFile:
             )
         self.token_count = bin_bytes // self.dtype.itemsize
         self._map = _mapped(self.bin_path) if bin_bytes else None
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_RANDOM)  # nothing beyond what is asked for
         self._tokens: TokenArray = np.frombuffer(self._map or b"", self.dtype)
         self._windows = self._tokens, 0
         self._advised_reads = 0
@@ -286,6 +289,7 @@ class TokenFile:
             raise IndexError(
                 f"{self.bin_path}: tokens {start:,} to {start + count:,} of {self.token_count:,}"
             )
+        self._advise(start, count)
         return self._tokens[start : start + count]
 
     def rows(self, starts: npt.NDArray[np.int64], count: int) -> TokenArray:
@@ -294,18 +298,19 @@ class TokenFile:
             self._windows = np.lib.stride_tricks.sliding_window_view(self._tokens, count), count
         if self._advised_reads:
             self._advised_reads -= 1
-            self._advise(starts, count)
+            for start in starts.tolist():
+                self._advise(start, count)
         faults = _faults_from_disk()
         rows: TokenArray = self._windows[0][starts]
         if _faults_from_disk() > faults:
             self._advised_reads = _ADVISED_READS
         return rows
 
-    def _advise(self, starts: npt.NDArray[np.int64], count: int) -> None:
-        assert self._map is not None
+    def _advise(self, start: int, count: int) -> None:
+        """Have the system begin to read these tokens."""
         item = self.dtype.itemsize
-        for start in starts.tolist():
-            page = start * item // mmap.PAGESIZE * mmap.PAGESIZE
+        page = start * item // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._map is not None and count:
             self._map.madvise(mmap.MADV_WILLNEED, page, (start + count) * item - page)
 
     def document(self, number: int) -> TokenArray:
@@ -318,6 +323,7 @@ class TokenFile:
         pointers, lengths = self._pointers, self._lengths
         start = int(pointers[first]) // self.dtype.itemsize
         stop = int(pointers[end - 1]) // self.dtype.itemsize + int(lengths[end - 1])
+        self._advise(start, stop - start)
         return self._tokens[start:stop]
 
     # Mapped when documents are asked for: training never does, and each would keep a file open.
@@ -343,7 +349,7 @@ class TokenFile:
     def blocks(self) -> Iterator[TokenArray]:
         """All tokens, about a million at a time."""
         for start in range(0, self.token_count, _BLOCK):
-            yield self._tokens[start : start + _BLOCK]
+            yield self.tokens(start, min(_BLOCK, self.token_count - start))
 
 
 def _mapped(path: Path) -> mmap.mmap:
