@@ -102,11 +102,14 @@ class Corpus:
 
         Raises VocabularyError as `sample`.
         """
-        starts = places[:, 1]
+        out[...] = self.samples_at(places[:, 1])
+
+    def samples_at(self, starts: Numbers) -> TokenArray:
+        """[starts, sequence_length + 1] tokens from each start on, in the file's dtype."""
         tokens = self.file.rows(starts, self.sequence_length + 1)
         if self._ids_can_be_wrong and not self._ids_fit(tokens):
             self._refuse(tokens, starts)
-        out[...] = tokens
+        return tokens
 
     def _ids_fit(self, tokens: TokenArray) -> bool:
         unsigned = tokens.dtype.kind == "u"
@@ -203,15 +206,13 @@ class Blend:
 
     def read(self, places: Numbers, out: Numbers) -> None:
         """As Corpus.read."""
-        first = places[0, 0]
-        if (places[:, 0] == first).all():
-            self.corpora[first].read(places, out)
-            return
         for corpus in np.unique(places[:, 0]):
             own = np.flatnonzero(places[:, 0] == corpus)
-            tokens = np.empty((len(own), self.sequence_length + 1), np.int64)
-            self.corpora[corpus].read(places[own], tokens)
-            out[own] = tokens
+            tokens = self.corpora[corpus].samples_at(places[own, 1])
+            if len(own) == len(out):
+                out[...] = tokens
+            else:
+                out[own] = tokens
 
     def sample(self, n: int) -> Numbers:
         """As Corpus.sample."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from data.order import Numbers
 
 # Samples whose places are worked out together: array arithmetic on a few takes as long as on many.
-PLANNED_SAMPLES = 1024
+PLANNED_SAMPLES = 2048
 
 # Small micro-batches are read several at a time, into one buffer of 1 MiB, for the same reason.
 TOKENS_READ_TOGETHER = 1 << 17

@@ -42,12 +42,18 @@ def permute(numbers: Numbers, size: int, key: str) -> Numbers:
 def _feistel(
     numbers: npt.NDArray[np.uint64], a: np.uint64, b: np.uint64, keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    left, right = np.divmod(numbers, b)
+    left = numbers // b
+    right = numbers - left * b
     for i in range(0, _FEISTEL_ROUNDS, 2):
         # Reduced before the sum, which would else overflow.
-        left = (left + _mix(right ^ keys[i]) % a) % a
-        right = (right + _mix(left ^ keys[i + 1]) % b) % b
+        left = _modulo(left + _modulo(_mix(right ^ keys[i]), a), a)
+        right = _modulo(right + _modulo(_mix(left ^ keys[i + 1]), b), b)
     return left * b + right
+
+
+def _modulo(x: npt.NDArray[np.uint64], divisor: np.uint64) -> npt.NDArray[np.uint64]:
+    """numpy divides by one number with vector instructions, but has none for the remainder."""
+    return x - x // divisor * divisor
 
 
 @functools.lru_cache(maxsize=256)
@@ -111,7 +117,8 @@ class Mix:
 
     def locate(self, places: Numbers) -> tuple[Numbers, Numbers]:
         """The corpus at each place, and how often it came before."""
-        periods, place = np.divmod(places, self.period)
+        periods = places // self.period
+        place = places - periods * self.period
         chosen = self._order[place]
         before = periods * self._whole[chosen] + self._rank[place]
         if self._rest is None:
