@@ -40,6 +40,8 @@ class DataConfig(Section):
     train: list[Corpus] = Field(min_length=1)
     validation: str = Field(min_length=1)
     """Prefix of the held-out corpus."""
+    document_masking: bool = False
+    """Tokens attend within their document only, and positions restart in each."""
 
 
 class TrainingConfig(Section):

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.gpt import GPT, Attend, causal_attention
+from model.documents import Attend
+from model.gpt import GPT, causal_attention
 
 
 def generate(

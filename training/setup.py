@@ -19,6 +19,7 @@ from memory.machine import Machine, parse_bytes, show_bytes
 from memory.planner import Plan, Planner
 from memory.policies import Policy, block_policies
 from training import checkpoint
+from training.documents import separator_of
 from training.engine import Ranks
 
 CURES_SHOWN = 3
@@ -85,6 +86,7 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
         problems += error.problems
     try:
         train_data, validation_data = open_data(config)
+        separator_of(config.data)
     except (ValueError, OSError) as error:
         problems.append(str(error))
     if problems:
