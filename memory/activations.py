@@ -73,14 +73,15 @@ def trace(
         model = _one_block(config, shape, loss, z_loss)
         tokens = torch.zeros(shape.micro_batch, shape.sequence_length, dtype=torch.int64)
         play = partial(record, model, scratches=shape.device == "cpu")
-        contexts: list[Context] = []  # holds what the blocks share as long as GPT.forward does
+        shared: list[Context] = []
 
         def embed(_: None) -> Tensor:
             x, context = model.begin(tokens)
-            contexts[:] = [context]
+            shared.append(context)  # the blocks hold it, until the last has its gradient
+            x.register_hook(lambda _: shared.clear())
             return x
 
-        x = embed(None)
+        x, context = model.begin(tokens)
         shape_of_x, hidden = x.shape, x.nbytes
         del x
         embedding = play(None, embed)
@@ -90,7 +91,7 @@ def trace(
         for policy in policies:
             apply_policies(model, (policy,))
             blocks[policy] = play(
-                shape_of_x, lambda x: model.run_block(0, model.blocks[0], x, contexts[0])
+                shape_of_x, lambda x: model.run_block(0, model.blocks[0], x, context)
             )
     return Traced(embedding, blocks, head, hidden, batch=2 * tokens.nbytes)
 

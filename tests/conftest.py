@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data.manifest import MANIFEST_NAME, Inputs, Manifest, Skipped, TokenizerRecord
 from data.token_file import TokenFileWriter
 
 ROOT = Path(__file__).parent.parent
 VOCABULARY = 67  # no multiple of anything
+SEPARATOR = 2
+"""Ends the documents of corpus_of_documents."""
 
 # Variables of a launcher or an interactive allocation must not reach the runs under test.
 CLEAN = {
@@ -42,6 +45,40 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 length = int(random.integers(20, 200))
                 tokens = (random.integers(VOCABULARY) + np.arange(length)) % VOCABULARY
                 writer.append(tokens, np.array([length], np.int32))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus_of_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with token files of short documents, and the manifest that says what ends them."""
+    folder = tmp_path_factory.mktemp("documents")
+    random, splits = np.random.default_rng(0), {}
+    for split, documents in (("train", 400), ("validation", 30)):
+        with TokenFileWriter(folder / split, VOCABULARY) as writer:
+            for length in random.integers(1, 20, documents):
+                tokens = (random.integers(VOCABULARY) + np.arange(length)) % (VOCABULARY - 3) + 3
+                tokens = np.append(tokens, SEPARATOR)
+                writer.append(tokens, np.array([length + 1], np.int32))
+        splits[split] = writer.record
+    tokenizer = TokenizerRecord(
+        kind="sentencepiece",
+        sha256="0" * 64,
+        vocabulary_size=VOCABULARY,
+        special_tokens={"eos": SEPARATOR},
+    )
+    manifest = Manifest(
+        inputs=Inputs(
+            sources=(),
+            tokenizer=tokenizer,
+            text_key="text",
+            skip_invalid=False,
+            validation_fraction=0.1,
+        ),
+        dtype="uint16",
+        splits=splits,
+        skipped=Skipped(empty=0, invalid=0),
+    )
+    (folder / MANIFEST_NAME).write_text(manifest.model_dump_json())
     return folder
 
 

@@ -33,6 +33,7 @@ from memory.moments import Moment, allocator_profile, mark, moments
 from memory.plan import positive
 from memory.planner import Planner
 from model.gpt import GPT, Context
+from training.documents import separator_of
 from training.engine import (
     Ranks,
     build_engine,
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         section = resolve(config, ranks.hardware())
         machine = machine_of(ranks, config)
         policies = policies_of(config, machine)
+        separator_of(config.data)
         ranks = replace(ranks, tensor_parallel=tensor_parallel_size(section))
         planner = Planner(config, machine)
         output = options.output or Path(config.training.run_folder) / "profile"
