@@ -33,6 +33,7 @@ FUSED_ATTENTION = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._flash_attention_forward.default,
 }
 
 Block = Callable[..., Tensor]  # called with x, *context

@@ -83,14 +83,3 @@ def test_a_split_replica_trains_as_a_plain_loop(
     expected = expected_of(masked(changes), 1, monkeypatch)
     for result in train_all_split({"split": split}, 2):
         assert_equal(result["split"], expected, "split")
-
-
-@pytest.mark.slow
-def test_a_corpus_without_a_manifest_is_refused_in_one_line(
-    command: Any, altered: Callable[..., Any], corpus: Path
-) -> None:
-    done = command.train(altered({"data.document_masking": True}))
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if "document_masking" in line]
-    assert f"{corpus}/train has no manifest.json" in line
-    assert "Traceback" not in done.stderr
