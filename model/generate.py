@@ -23,7 +23,8 @@ def generate(
     """Continue each row of tokens [batch, time] by up to max_new_tokens: [batch, time + new].
 
     The model sees at most max_sequence_length tokens. When that window is full, generation goes on
-    from its later half, so that a window is read again only once per half of its length.
+    from its later half, so that a window is read again only once per half of its length. All of it
+    is one document, whatever the model's separator.
 
     Args:
         temperature: divides the logits; 0 takes the likeliest token.

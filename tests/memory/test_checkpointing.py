@@ -69,6 +69,19 @@ def test_loss_and_gradients_to_the_bit(
     assert same(loss_and_gradients(model), expected)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_masked_documents_to_the_bit(architecture: str, dropout: float, plan: str) -> None:
+    model = make(architecture, dropout=dropout)
+    unmasked = loss_and_gradients(model)
+    model.separator = int(tokens(model)[0][0, 5])
+    expected = loss_and_gradients(model)
+    assert not same(expected, unmasked)
+    apply_policies(model, PLANS[plan])
+    assert same(loss_and_gradients(model), expected)
+
+
 def test_policies_change_between_steps_and_rename_nothing() -> None:
     model = make("gpt2", dropout=0.1)
     names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
