@@ -81,8 +81,8 @@ def wide_block(preset: str, policy: Policy) -> Callable[[], torch.Tensor]:
     time = config.max_sequence_length
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(BATCH, time, config.width, generator=generator, requires_grad=True)
-    _, rotary = model.embed(torch.zeros(BATCH, time, dtype=torch.int64), torch.arange(time))
-    return lambda: model.run_block(0, model.blocks[0], x, rotary)
+    _, context = model.begin(torch.zeros(BATCH, time, dtype=torch.int64))
+    return lambda: model.run_block(0, model.blocks[0], x, context)
 
 
 def prepare_block(preset: str, policy: Policy) -> Callable[[], Any]:

@@ -68,6 +68,8 @@ class DataConfig(Section):
     """Later stages of the blend, in order."""
     tokenizer: str | None = None
     """Of corpora without a manifest.json: a file or folder as data.prepare takes it."""
+    document_masking: bool = False
+    """Tokens attend within their document only, and positions restart in each."""
 
     @property
     def validation_sets(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from memory.policies import Policy
 from memory.recompute import apply_policies
 from memory.tape import Event, Tape, record
 from model.config import ModelConfig
-from model.gpt import GPT
+from model.documents import Attend, takes_packed
+from model.gpt import GPT, Context, causal_attention
 from model.loss import LossMethod
 from model.partition import cuts
 
@@ -51,6 +52,7 @@ class Shape(NamedTuple):
     device: str
     """"cpu" or "cuda": they differ in attention and dropout kernels."""
     tensor_parallel: int = 1
+    document_masking: bool = False
 
 
 def trace(
@@ -71,26 +73,25 @@ def trace(
         model = _one_block(config, shape, loss, z_loss)
         tokens = torch.zeros(shape.micro_batch, shape.sequence_length, dtype=torch.int64)
         play = partial(record, model, scratches=shape.device == "cpu")
-        embedded: list[Any] = []  # holds positions and rotary tables as long as GPT.forward does
+        shared: list[Context] = []
 
         def embed(_: None) -> Tensor:
-            embedded[:] = [torch.arange(shape.sequence_length)]
-            x, rotary = model.embed(tokens, embedded[0])
-            embedded.append(rotary)
+            x, context = model.begin(tokens)
+            shared.append(context)  # the blocks hold it, until the last has its gradient
+            x.register_hook(lambda _: shared.clear())
             return x
 
-        x = embed(None)
+        x, context = model.begin(tokens)
         shape_of_x, hidden = x.shape, x.nbytes
         del x
         embedding = play(None, embed)
-        rotary = embedded[1]
         head = play(shape_of_x, lambda x: model.head(model.final_norm(x), tokens))
         head = replace(head, forward=_as_loss(head.forward), backward=_as_loss(head.backward))
         blocks = {}
         for policy in policies:
             apply_policies(model, (policy,))
             blocks[policy] = play(
-                shape_of_x, lambda x: model.run_block(0, model.blocks[0], x, rotary)
+                shape_of_x, lambda x: model.run_block(0, model.blocks[0], x, context)
             )
     return Traced(embedding, blocks, head, hidden, batch=2 * tokens.nbytes)
 
@@ -114,13 +115,22 @@ def _fake(shape: Shape) -> Iterator[None]:
 
 
 def _one_block(config: ModelConfig, shape: Shape, loss: LossMethod, z_loss: float) -> GPT:
-    model = GPT(config.model_copy(update={"layers": 1}), loss=loss, z_loss=z_loss)
+    separator = 0 if shape.document_masking else None
+    one_layer = config.model_copy(update={"layers": 1})
+    model = GPT(one_layer, loss=loss, z_loss=z_loss, separator=separator)
     if shape.tensor_parallel > 1:
         _cut(model, shape.tensor_parallel)
     if shape.device == "cuda":
         for module in (model.blocks[0], model.final_norm, model.head):
             use_cuda_kernels(module)
+        if takes_packed(shape.dtype, config.head_width):
+            model.attention_within = _packed
     return model
+
+
+def _packed(documents: Tensor, x: Tensor, head_width: int) -> Attend:
+    """FlashAttention for documents keeps what it keeps for whole rows, and a few integers."""
+    return causal_attention
 
 
 def _cut(model: GPT, size: int) -> None:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from configs.schema import ConfigError, RunConfig
 from memory.policies import Policy
 from memory.recompute import Block, apply_policies, recompute
-from model.gpt import GPT, Rotary
+from model.gpt import GPT, Context
 
 
 def checkpoint_blocks(engine: Any, config: RunConfig, policies: Sequence[Policy]) -> None:
@@ -57,14 +57,12 @@ def _refuse_shared_parameters(model: GPT, policies: Sequence[Policy]) -> None:
             )
 
 
-def _offload(
-    block: Block, x: Tensor, rotary: Rotary | None, engine: _ActivationOffloadEngine
-) -> Tensor:
+def _offload(block: Block, x: Tensor, context: Context, engine: _ActivationOffloadEngine) -> Tensor:
     """The checkpoint's saved input goes to the host on DeepSpeed's side stream, and comes back."""
 
     def pack(tensor: Tensor) -> int | Tensor:
         if tensor.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
-            return tensor  # rotary tables, which all blocks share
+            return tensor  # of the context, which all blocks share
         ticket = engine.offload_input(tensor)
         return tensor if ticket is None else ticket
 
@@ -72,7 +70,7 @@ def _offload(
         return packed if isinstance(packed, Tensor) else engine.restore_input(packed)
 
     with saved_tensors_hooks(pack, unpack):
-        return recompute(block, x, rotary)
+        return recompute(block, x, context)
 
 
 def configure_deepspeed(options: dict[str, Any], mpu: Any, checkpointed_blocks: int) -> None:
@@ -91,10 +89,10 @@ def configure_deepspeed(options: dict[str, Any], mpu: Any, checkpointed_blocks: 
     )
 
 
-def _deepspeed(block: Block, x: Tensor, rotary: Rotary | None) -> Tensor:
-    # Rotary tables are no argument: they would be partitioned over ranks, too.
-    return deepspeed.checkpointing.non_reentrant_checkpoint(lambda x: block(x, rotary), x)
+def _deepspeed(block: Block, x: Tensor, context: Context) -> Tensor:
+    # The context is no argument: its tensors would be partitioned over ranks, too.
+    return deepspeed.checkpointing.non_reentrant_checkpoint(lambda x: block(x, *context), x)
 
 
-def _reentrant(block: Block, x: Tensor, rotary: Rotary | None) -> Tensor:
-    return deepspeed.checkpointing.checkpoint(lambda x: block(x, rotary), x)
+def _reentrant(block: Block, x: Tensor, context: Context) -> Tensor:
+    return deepspeed.checkpointing.checkpoint(lambda x: block(x, *context), x)

@@ -36,14 +36,16 @@ class _CudaKernels(TorchFunctionMode):
             return _FusedRMSNorm.apply(args[0], kwargs["weight"])
         if func is F.scaled_dot_product_attention:
             dropout, grouped = kwargs["dropout_p"], kwargs["enable_gqa"]
-            if args[0].dtype != torch.float32:
+            mask = kwargs.get("attn_mask")
+            causal = mask is None
+            if args[0].dtype != torch.float32 and causal:
                 flash = aten._scaled_dot_product_flash_attention
                 return flash(*args, dropout, is_causal=True)[0]
-            if grouped:  # in float32 no fused kernel takes it
+            if grouped:  # in float32, or with a mask, no fused kernel takes it
                 unfused = aten._scaled_dot_product_attention_math
-                return unfused(*args, None, dropout, is_causal=True, enable_gqa=True)[0]
+                return unfused(*args, mask, dropout, is_causal=causal, enable_gqa=True)[0]
             efficient = aten._scaled_dot_product_efficient_attention
-            return efficient(*args, None, True, dropout, is_causal=True)[0]
+            return efficient(*args, mask, True, dropout, is_causal=causal)[0]
         return func(*args, **kwargs)
 
 

@@ -129,6 +129,7 @@ class Planner:
             self.dtype,
             self.machine.device,
             self.tensor_parallel,
+            self.config.data.document_masking,
         )
         early_stop = settings.backend == "torch"
         return _trace(self.config.model, shape, training.loss, training.z_loss, early_stop)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from memory.policies import Policy
 from model.config import ModelConfig
-from model.gpt import GPT, Rotary, run_block
+from model.gpt import GPT, Context, run_block
 
 aten = torch.ops.aten
 MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default}
@@ -33,10 +33,11 @@ FUSED_ATTENTION = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._flash_attention_forward.default,
 }
 
-Block = Callable[[Tensor, Rotary | None], Tensor]
-Runner = Callable[[Block, Tensor, Rotary | None], Tensor]
+Block = Callable[..., Tensor]  # called with x, *context
+Runner = Callable[[Block, Tensor, Context], Tensor]
 
 
 class RecomputationError(RuntimeError):
@@ -77,16 +78,16 @@ class PolicyRunner:
         self.last_entered: int | None = None
         """The checkpointed block that ran last, be it in forward or for its recomputation."""
 
-    def __call__(self, index: int, block: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
+    def __call__(self, index: int, block: nn.Module, x: Tensor, context: Context) -> Tensor:
         policy = self.policies[index]
         if policy == "none" or not torch.is_grad_enabled():
-            return block(x, rotary)
+            return block(x, *context)
 
-        def enter(x: Tensor, rotary: Rotary | None) -> Tensor:
+        def enter(x: Tensor, *context: Any) -> Tensor:
             self.last_entered = index
-            return block(x, rotary)
+            return block(x, *context)
 
-        return self.runners[policy](enter, x, rotary)
+        return self.runners[policy](enter, x, context)
 
 
 @contextmanager
@@ -111,9 +112,9 @@ def explain_recomputation(model: GPT) -> Iterator[None]:
         ) from error
 
 
-def recompute(block: Block, x: Tensor, rotary: Rotary | None, **options: Any) -> Tensor:
+def recompute(block: Block, x: Tensor, context: Context, **options: Any) -> Tensor:
     """torch's non-reentrant checkpoint; it stops recomputing at the last tensor backward needs."""
-    return checkpoint(block, x, rotary, use_reentrant=False, **options)
+    return checkpoint(block, x, *context, use_reentrant=False, **options)
 
 
 def kept_products(config: ModelConfig) -> frozenset[int]:
@@ -127,13 +128,13 @@ def kept_products(config: ModelConfig) -> frozenset[int]:
     return frozenset({1, 3} if config.parallel_residual else {1, 2, 3})
 
 
-def _selective(block: Block, x: Tensor, rotary: Rotary | None, kept: frozenset[int]) -> Tensor:
+def _selective(block: Block, x: Tensor, context: Context, kept: frozenset[int]) -> Tensor:
     results: list[tuple[Any, Any]] = []  # each with its operator
 
     def contexts() -> tuple[_Keep, _Restore]:
         return _Keep(kept, results), _Restore(kept, results)
 
-    return recompute(block, x, rotary, context_fn=contexts)
+    return recompute(block, x, context, context_fn=contexts)
 
 
 class _Selective(TorchDispatchMode):

@@ -12,7 +12,8 @@ def training_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     product for the input's gradient, one for the weight's). Attention's two products, q k^T and
     weights x v, cost 2 x 2 x sequence_length x width forward per layer and token, twice that
     backward. As in PaLM (arXiv 2204.02311, appendix B) the causal mask is not discounted, and
-    embedding look-ups, norms and activation functions are left out.
+    embedding look-ups, norms and activation functions are left out. Nor is the mask between
+    documents: with data.document_masking the MFU counts scores that nothing uses.
     """
     matmul_weights = config.layers * config.matmul_parameters_per_block()
     matmul_weights += config.padded_vocabulary_size * config.width

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.gpt import GPT, Attend, causal_attention
+from model.documents import Attend
+from model.gpt import GPT, causal_attention
 
 
 def generate(
@@ -22,7 +23,8 @@ def generate(
     """Continue each row of tokens [batch, time] by up to max_new_tokens: [batch, time + new].
 
     The model sees at most max_sequence_length tokens. When that window is full, generation goes on
-    from its later half, so that a window is read again only once per half of its length.
+    from its later half, so that a window is read again only once per half of its length. All of it
+    is one document, whatever the model's separator.
 
     Args:
         temperature: divides the logits; 0 takes the likeliest token.

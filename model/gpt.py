@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
+from model.documents import Attend, attention_within, document_numbers, positions_within
 from model.loss import LossMethod, next_token_loss, padding_bias
 
-Rotary = tuple[Tensor, Tensor]  # cosines and sines, each [time, rotary width / 2]
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+# Cosines and sines, each [time, rotary width / 2]; [batch, ...] where rows have own positions.
+Rotary = tuple[Tensor, Tensor]
 
 
 def make_norm(config: ModelConfig, width: int) -> nn.Module:
@@ -36,13 +37,13 @@ def rotary_tables(config: ModelConfig, positions: Tensor) -> Rotary:
     """
     pairs = torch.arange(0, config.rotary_width, 2, device=positions.device)
     frequencies = config.rotary_base ** (-pairs.float() / config.rotary_width)
-    angles = positions.float()[:, None] * frequencies  # [time, rotary width / 2]
+    angles = positions.float()[..., None] * frequencies  # [time, rotary width / 2]
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate the leading channels of x [batch, time, heads, head width], paired (i, i + half)."""
-    cos, sin = (table[:, None] for table in rotary)  # [time, 1, rotary width / 2]
+    cos, sin = (table[..., None, :] for table in rotary)  # [time, 1, rotary width / 2]
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
@@ -148,9 +149,16 @@ class Head(nn.Module):
         )
 
 
-def run_block(index: int, block: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
+class Context(NamedTuple):
+    """What the blocks of one forward pass share, in the order in which a block takes it."""
+
+    rotary: Rotary | None
+    attend: Attend = causal_attention
+
+
+def run_block(index: int, block: nn.Module, x: Tensor, context: Context) -> Tensor:
     """The default runner of the block loop: a plain call."""
-    return block(x, rotary)
+    return block(x, *context)
 
 
 class GPT(nn.Module):
@@ -159,14 +167,24 @@ class GPT(nn.Module):
     Called with tokens [batch, time] it returns logits [batch, time, padded vocabulary]; called with
     targets of the same shape as well, the mean loss of predicting targets (already shifted by the
     data loader: targets[:, t] is the token after tokens[:, t]).
+
+    With a `separator`, the id of the token between documents, tokens see their own document only
+    (model/documents.py).
     """
 
     def __init__(
-        self, config: ModelConfig, *, loss: LossMethod = "auto", z_loss: float = 0.0
+        self,
+        config: ModelConfig,
+        *,
+        loss: LossMethod = "auto",
+        z_loss: float = 0.0,
+        separator: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.run_block: Callable[[int, nn.Module, Tensor, Rotary | None], Tensor] = run_block
+        self.separator = separator
+        self.run_block: Callable[[int, nn.Module, Tensor, Context], Tensor] = run_block
+        self.attention_within: Callable[[Tensor, Tensor, int], Attend] = attention_within
         self.token_embedding = nn.Embedding(config.padded_vocabulary_size, config.width)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_sequence_length, config.width)
@@ -180,17 +198,29 @@ class GPT(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x, rotary = self.embed(tokens, positions)
+        x, context = self.begin(tokens)
         for index, block in enumerate(self.blocks):
-            x = self.run_block(index, block, x, rotary)
+            x = self.run_block(index, block, x, context)
         return self.head(self.final_norm(x), targets)
 
+    def begin(self, tokens: Tensor) -> tuple[Tensor, Context]:
+        """Embeddings [batch, time, width] of whole rows; what the blocks share."""
+        if self.separator is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            x, rotary = self.embed(tokens, positions)
+            return x, Context(rotary)
+        documents = document_numbers(tokens, self.separator)
+        x, rotary = self.embed(tokens, positions_within(documents))
+        return x, Context(rotary, self.attention_within(documents, x, self.config.head_width))
+
     def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Rotary | None]:
-        """Embeddings [batch, time, width] of tokens at `positions` [time]; rotary tables."""
-        longest = self.config.max_sequence_length
-        if len(positions) > longest:
-            raise ValueError(f"a sequence of {len(positions)} tokens is longer than {longest}")
+        """Embeddings [batch, time, width] of tokens at `positions`; rotary tables.
+
+        Positions are [time], or [batch, time].
+        """
+        time, longest = tokens.shape[1], self.config.max_sequence_length
+        if time > longest:
+            raise ValueError(f"a sequence of {time} tokens is longer than {longest}")
         x = self.token_embedding(tokens)
         rotary = None
         if self.config.position == "learned":
@@ -287,10 +317,11 @@ def build(
     dtype: torch.dtype = torch.float32,
     loss: LossMethod = "auto",
     z_loss: float = 0.0,
+    separator: int | None = None,
 ) -> GPT:
     """A GPT laid out on the meta device, then allocated once, in its final place and dtype."""
     with torch.device("meta"):
-        model = GPT(config, loss=loss, z_loss=z_loss)
+        model = GPT(config, loss=loss, z_loss=z_loss, separator=separator)
     model = model.to(dtype).to_empty(device=device)
     model.tie_embeddings()  # to_empty gives each module a tensor of its own
     initialise(model, seed)

@@ -19,6 +19,8 @@ from data.token_file import TokenFileWriter
 
 ROOT = Path(__file__).parent.parent
 VOCABULARY = 67  # no multiple of anything
+SEPARATOR = 2
+"""Ends the documents of corpus_of_documents."""
 
 # Variables of a launcher or an interactive allocation must not reach the runs under test.
 CLEAN = {
@@ -33,10 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def write_manifest(
-    folder: Path, splits: dict[str, SplitRecord], *, vocabulary: int = VOCABULARY
+    folder: Path,
+    splits: dict[str, SplitRecord],
+    *,
+    vocabulary: int = VOCABULARY,
+    separator: int | None = None,
 ) -> None:
     """As of a tokenizer that is not there: tests make up their ids."""
-    special = {"eos": vocabulary - 1}
+    special = {"eos": vocabulary - 1 if separator is None else separator}
     tokenizer = TokenizerRecord(
         kind="sentencepiece", sha256="0" * 64, vocabulary_size=vocabulary, special_tokens=special
     )
@@ -79,6 +85,22 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 writer.append(tokens, np.array([length], np.int32))
         splits[split] = writer.record
     write_manifest(folder, splits)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus_of_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with token files of short documents, and the manifest that says what ends them."""
+    folder = tmp_path_factory.mktemp("documents")
+    random, splits = np.random.default_rng(0), {}
+    for split, documents in (("train", 400), ("validation", 30)):
+        with TokenFileWriter(folder / split, VOCABULARY) as writer:
+            for length in random.integers(1, 20, documents):
+                tokens = (random.integers(VOCABULARY) + np.arange(length)) % (VOCABULARY - 3) + 3
+                tokens = np.append(tokens, SEPARATOR)
+                writer.append(tokens, np.array([length + 1], np.int32))
+        splits[split] = writer.record
+    write_manifest(folder, splits, separator=SEPARATOR)
     return folder
 
 

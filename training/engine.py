@@ -27,6 +27,7 @@ from configs.schema import RunConfig
 from memory.recompute import explain_recomputation
 from model.gpt import GPT, build, initialise, parameter_groups
 from training import extensions, tensor_parallel
+from training.documents import separator_of
 
 # Environment of one rank under launchers that do not set torch's names: rank, local rank, size.
 MPI_NAMES = (
@@ -171,6 +172,7 @@ def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> An
     """The initialised GPT inside a DeepSpeed engine, with its optimizer and schedule.
 
     Raises:
+        ConfigError: documents are to be masked, and the corpora do not say what ends them.
         BuildError: the optimizer has to be compiled, and cannot be.
     """
     extensions.load_optimizer(section, ranks.local_rank)
@@ -208,7 +210,7 @@ def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> An
 
 
 def _build_model(config: RunConfig, section: dict[str, Any], device: torch.device, mpu: Any) -> GPT:
-    training = config.training
+    training, separator = config.training, separator_of(config.data)
     if section["zero_optimization"].get("stage", 0) < 3:
         return build(
             config.model,
@@ -217,12 +219,13 @@ def _build_model(config: RunConfig, section: dict[str, Any], device: torch.devic
             dtype=precision(section),
             loss=training.loss,
             z_loss=training.z_loss,
+            separator=separator,
         )
     # Each module is partitioned as soon as it exists: no rank ever holds the whole model.
     # Its dtype comes from the config: on a device without float16 the dtype argument is ignored.
     group = mpu.get_data_parallel_group() if mpu else None
     with deepspeed.zero.Init(config_dict_or_path=section, mpu=mpu, data_parallel_group=group):
-        model = GPT(config.model, loss=training.loss, z_loss=training.z_loss)
+        model = GPT(config.model, loss=training.loss, z_loss=training.z_loss, separator=separator)
     initialise(
         model,
         training.seed,

@@ -17,7 +17,7 @@ from memory.diagnosis import Observation, Report
 from memory.doctor import diagnose, show
 from memory.messages import Figures, kind_of, read_cgroup, read_message
 from memory.planner import CUDA_CONTEXT
-from model.gpt import GPT, Rotary
+from model.gpt import GPT, Context
 from training.engine import Ranks
 from training.metrics import alive_memory_bytes
 from training.setup import Run
@@ -267,14 +267,14 @@ class Whereabouts:
         index: int,
         block: nn.Module,
         x: Tensor,
-        rotary: Rotary | None,
+        context: Context,
     ) -> Tensor:
         if not torch.is_grad_enabled():
-            return installed(index, block, x, rotary)
+            return installed(index, block, x, context)
         self.moment = forward[index]
         if index == 0 and x.requires_grad:
             x.register_hook(embedding_backward)
-        y = installed(index, block, x, rotary)
+        y = installed(index, block, x, context)
         if y.requires_grad:
             # It runs when the gradient is complete: that is when the block's backward begins.
             y.register_hook(backward[index])

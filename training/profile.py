@@ -32,7 +32,8 @@ from memory.checkpointing import checkpoint_blocks
 from memory.moments import Moment, allocator_profile, mark, moments
 from memory.plan import positive
 from memory.planner import Planner
-from model.gpt import GPT, Rotary
+from model.gpt import GPT, Context
+from training.documents import separator_of
 from training.engine import (
     Ranks,
     build_engine,
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         section = resolve(config, ranks.hardware())
         machine = machine_of(ranks, config)
         policies = policies_of(config, machine)
+        separator_of(config.data)
         ranks = replace(ranks, tensor_parallel=tensor_parallel_size(section))
         planner = Planner(config, machine)
         output = options.output or Path(config.training.run_folder) / "profile"
@@ -162,24 +164,24 @@ def observed(model: GPT, mark: Mark) -> Iterator[None]:
     """
     installed: Any = model.run_block
 
-    def run(index: int, block: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
+    def run(index: int, block: nn.Module, x: Tensor, context: Context) -> Tensor:
         calls = 0
 
-        def call(x: Tensor, rotary: Rotary | None) -> Tensor:
+        def call(x: Tensor, *context: Any) -> Tensor:
             nonlocal calls
             calls += 1
             if calls == 1:
-                return block(x, rotary)
+                return block(x, *context)
             mark(f"block {index} recomputation")
             try:
-                return block(x, rotary)
+                return block(x, *context)
             finally:  # torch leaves a block by an exception once backward has all it needs
                 mark(f"block {index} backward")
 
         if index == 0 and x.requires_grad:
             x.register_hook(lambda _: mark("embedding backward"))
         mark(f"block {index} forward")
-        y = installed(index, call, x, rotary)
+        y = installed(index, call, x, context)
         if y.requires_grad:
             y.register_hook(lambda _: mark(f"block {index} backward"))
         return y

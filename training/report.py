@@ -32,6 +32,8 @@ def describe(run: Run, engine: Any) -> None:
         f"blocks     {describe_policies(run.policies)}",
     ]
     lines += describe_data(run)
+    if engine.module.separator is not None:
+        lines.append(f"documents  masked; token {engine.module.separator} begins each")
     if ranks.tensor_parallel > 1:
         lines.append(f"replicas   {ranks.data_ranks}, tensor parallel size {ranks.tensor_parallel}")
     lines += [f"warning    {line}" for line in warnings_of(config, section, ranks.hardware())]

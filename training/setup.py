@@ -13,8 +13,6 @@ from configs.deepspeed import resolve, tensor_parallel_size
 from configs.schema import ConfigError, RunConfig, changed
 from data.dataset import Blend, Corpus
 from data.foreign import require_one_tokenizer
-from data.manifest import TokenizerRecord
-from data.tokenizer import load_tokenizer
 from memory.cost import SPEEDS
 from memory.cures import cures, milder
 from memory.fit import fit
@@ -22,6 +20,7 @@ from memory.machine import Machine, parse_bytes, show_bytes
 from memory.planner import Plan, Planner
 from memory.policies import Policy, block_policies
 from training import checkpoint
+from training.documents import separator_of, tokenizer_record
 from training.engine import Ranks
 
 CURES_SHOWN = 3
@@ -94,6 +93,7 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
         problems += error.problems
     try:
         train_data, validation_data = open_data(config)
+        separator_of(config.data)
     except (ValueError, OSError) as error:
         problems.append(str(error))
     if not problems:
@@ -167,15 +167,6 @@ def open_data(config: RunConfig) -> tuple[Blend, dict[str, Corpus]]:
     require_one_tokenizer(files, named, config.data.tokenizer)
     schedule = [(-(-stage.from_tokens // length), stage.weights) for stage in config.data.schedule]
     return Blend(corpora, [entry.share for entry in config.data.train], schedule), validation
-
-
-def tokenizer_record(path: str | None) -> TokenizerRecord | None:
-    if path is None:
-        return None
-    try:
-        return TokenizerRecord.model_validate(load_tokenizer(path).identity)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data.tokenizer: {error}") from None
 
 
 def uncovered(config: RunConfig, section: dict[str, Any]) -> list[str]:

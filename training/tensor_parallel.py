@@ -16,7 +16,8 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.gpt import Attend, Attention
+from model.documents import Attend
+from model.gpt import Attention
 from model.partition import cuts, summed_parameters
 
 

@@ -21,6 +21,7 @@ from configs.deepspeed import resolve, tensor_parallel_size
 from configs.schema import RunConfig
 from memory.checkpointing import checkpoint_blocks
 from memory.policies import block_policies
+from model.gpt import Context
 from tests.end_to_end.parity_worker import steps_of
 from training.engine import Ranks, build_engine, leave, read_ranks, start_process_group
 
@@ -58,7 +59,7 @@ def kept_of_a_block(engine: Any) -> dict[str, int]:
 
     def forward() -> torch.Tensor:
         # The input is made here, so that what is given up of it counts.
-        return model.run_block(0, model.blocks[0], leaf * 1, None)
+        return model.run_block(0, model.blocks[0], leaf * 1, Context(None))
 
     def no_sum(**_: Any) -> None:
         """gloo's threads hold a tensor a little longer, and the count does not see them free it."""

@@ -68,7 +68,7 @@ def attend_in_two_parts(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tens
 
 def build_with_two_masks(*arguments: Any, **options: Any) -> GPT:
     model = build(*arguments, **options)
-    model.run_block = lambda index, block, x, rotary: block(x, rotary, attend_in_two_parts)
+    model.run_block = lambda index, block, x, context: block(x, context.rotary, attend_in_two_parts)
     return model
 
 

@@ -15,7 +15,7 @@ from benchmarks.measure import kept_bytes
 from memory.policies import Policy
 from memory.recompute import apply_policies
 from model.config import ModelConfig
-from model.gpt import GPT, build, run_block
+from model.gpt import GPT, Context, build, run_block
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"preset": "gpt2"},
@@ -69,6 +69,19 @@ def test_loss_and_gradients_to_the_bit(
     assert same(loss_and_gradients(model), expected)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_masked_documents_to_the_bit(architecture: str, dropout: float, plan: str) -> None:
+    model = make(architecture, dropout=dropout)
+    unmasked = loss_and_gradients(model)
+    model.separator = int(tokens(model)[0][0, 5])
+    expected = loss_and_gradients(model)
+    assert not same(expected, unmasked)
+    apply_policies(model, PLANS[plan])
+    assert same(loss_and_gradients(model), expected)
+
+
 def test_policies_change_between_steps_and_rename_nothing() -> None:
     model = make("gpt2", dropout=0.1)
     names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
@@ -88,10 +101,10 @@ def test_recomputation_with_another_dropout_mask_would_be_seen() -> None:
     apply_policies(model, PLANS["full"])
     right = model.run_block
 
-    def forgetful(index: int, block: nn.Module, x: Tensor, rotary: Any) -> Tensor:
+    def forgetful(index: int, block: nn.Module, x: Tensor, context: Context) -> Tensor:
         if index != 1:
-            return right(index, block, x, rotary)
-        return checkpoint(block, x, rotary, use_reentrant=False, preserve_rng_state=False)
+            return right(index, block, x, context)
+        return checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=False)
 
     model.run_block = forgetful
     assert not same(loss_and_gradients(model), expected)
@@ -157,14 +170,14 @@ def test_only_flagged_blocks_run_twice_and_none_in_evaluation() -> None:
 BATCH, TIME, WIDTH, HEADS = 2, 128, 128, 4
 
 
-def block_and_input(architecture: str) -> tuple[GPT, Tensor, Any]:
+def block_and_input(architecture: str) -> tuple[GPT, Tensor, Context]:
     model = make(
         architecture, layers=1, width=WIDTH, heads=HEADS, max_sequence_length=TIME, qk_norm=False
     )
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(BATCH, TIME, WIDTH, generator=generator, requires_grad=True)
-    _, rotary = model.embed(torch.zeros(BATCH, TIME, dtype=torch.int64), torch.arange(TIME))
-    return model, x, rotary
+    _, context = model.begin(torch.zeros(BATCH, TIME, dtype=torch.int64))
+    return model, x, context
 
 
 def expected_bytes(architecture: str, policy: Policy) -> int:
@@ -202,9 +215,9 @@ def expected_bytes(architecture: str, policy: Policy) -> int:
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kept_bytes_equal_the_formula(architecture: str, policy: Policy) -> None:
-    model, x, rotary = block_and_input(architecture)
+    model, x, context = block_and_input(architecture)
     apply_policies(model, (policy,))
-    kept = kept_bytes(lambda: model.run_block(0, model.blocks[0], x, rotary)) - x.nbytes  # output
+    kept = kept_bytes(lambda: model.run_block(0, model.blocks[0], x, context)) - x.nbytes  # output
     random_state = 0 if policy == "none" else 2 * torch.get_rng_state().nbytes
     assert kept == pytest.approx(expected_bytes(architecture, policy), abs=random_state)
 
@@ -216,10 +229,10 @@ def test_flops_of_recomputation(policy: Policy, architecture: str) -> None:
 
     selective computes none: not even neox's attention output, which it does not keep either.
     """
-    model, x, rotary = block_and_input(architecture)
+    model, x, context = block_and_input(architecture)
     apply_policies(model, (policy,))
     with FlopCounterMode(display=False) as counter:
-        model.run_block(0, model.blocks[0], x, rotary).sum().backward()
+        model.run_block(0, model.blocks[0], x, context).sum().backward()
     flops = sum(
         count
         for operator, count in counter.get_flop_counts()["Global"].items()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from model.config import PRESETS, ModelConfig
 from model.gpt import (
     GPT,
-    Rotary,
+    Context,
     build,
     causal_attention,
     initialise,
@@ -294,9 +294,9 @@ def test_a_replaced_runner_sees_every_block_once_in_order() -> None:
     expected, names = model(tokens), [name for name, _ in model.named_parameters()]
     seen: list[tuple[int, nn.Module]] = []
 
-    def runner(index: int, block: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
+    def runner(index: int, block: nn.Module, x: Tensor, context: Context) -> Tensor:
         seen.append((index, block))
-        return block(x, rotary)
+        return block(x, *context)
 
     model.run_block = runner
     assert torch.equal(model(tokens), expected)
@@ -314,10 +314,10 @@ def test_checkpointing_through_the_seam_gives_the_same_bits(preset: str) -> None
         nonlocal forwards
         forwards += 1
 
-    def runner(index: int, block: nn.Module, x: Tensor, rotary: Rotary | None) -> Tensor:
+    def runner(index: int, block: nn.Module, x: Tensor, context: Context) -> Tensor:
         if index == 1:
-            return block(x, rotary)
-        return checkpoint(block, x, rotary, use_reentrant=False)
+            return block(x, *context)
+        return checkpoint(block, x, *context, use_reentrant=False)
 
     def gradients(model: GPT) -> list[Tensor | None]:
         torch.manual_seed(0)

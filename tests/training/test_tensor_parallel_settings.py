@@ -116,8 +116,8 @@ def test_only_attention_draws_differently(
         monkeypatch.setattr(groups, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
         separate_attention_masks(model, torch.device("cpu"))
         if checkpointed:
-            model.run_block = lambda index, block, x, rotary: torch.utils.checkpoint.checkpoint(
-                block, x, rotary, use_reentrant=False
+            model.run_block = lambda index, block, x, context: torch.utils.checkpoint.checkpoint(
+                block, x, *context, use_reentrant=False
             )
         model.blocks[0].attention.register_forward_hook(lambda *a: attention.append(a[-1].detach()))
         torch.manual_seed(7)

@@ -218,9 +218,9 @@ class Moody(torch.nn.Module):
         super().__init__()
         self.block, self.second, self.calls = block, second, 0
 
-    def forward(self, x: Tensor, rotary: Any) -> Tensor:
+    def forward(self, x: Tensor, *context: Any) -> Tensor:
         self.calls += 1
-        x = self.block(x, rotary)
+        x = self.block(x, *context)
         return x * x if self.calls == 1 else self.second(x)
 
 
