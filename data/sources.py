@@ -209,3 +209,87 @@ def _decompressed_blocks(raw: IO[bytes]) -> Iterator[bytes]:
             frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("the file ends within a frame")
+
+
+# ---- stand-in until the readers of other kinds are there ----
+from dataclasses import dataclass  # noqa: E402
+from typing import NamedTuple  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Chunk:
+    source: int
+    reader: str
+    path: str
+    start: int
+    stop: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    sources: tuple[str, ...]
+    text_key: str = "text"
+    split: str = "train"
+    streaming: bool = False
+
+
+class Piece(NamedTuple):
+    text: str
+    last: bool
+
+
+class Invalid(NamedTuple):
+    problem: ValueError
+
+
+def plan_chunks(reading: Reading, chunk_bytes: int = 1 << 26) -> list[Chunk]:
+    chunks = []
+    for number, source in enumerate(reading.sources):
+        for path in source_files(source):
+            size = path.stat().st_size
+            if path.suffix == ".txt" or path.suffix == ".py":
+                chunks.append(Chunk(number, "text", str(path), 0, size, size))
+            elif path.suffix == ".jsonl":
+                for start in range(0, max(size, 1), chunk_bytes):
+                    stop = min(size, start + chunk_bytes)
+                    chunks.append(Chunk(number, "json_lines", str(path), start, stop, stop - start))
+            else:
+                chunks.append(Chunk(number, "json_lines", str(path), 0, size, size))
+    return chunks
+
+
+_PIECE = 1 << 20
+
+
+def read_chunk(chunk: Chunk, reading: Reading) -> Iterator[Piece | Invalid]:
+    path = Path(chunk.path)
+    problems: list[ValueError] = []
+    for document in (
+        _read_text(path, problems.append)
+        if chunk.reader == "text"
+        else _read_range(path, chunk, reading.text_key, problems.append)
+    ):
+        if problems:
+            yield Invalid(problems.pop())
+        if document is None:
+            continue
+        for start in range(0, max(1, len(document)), _PIECE):
+            yield Piece(document[start : start + _PIECE], start + _PIECE >= len(document))
+    if problems:
+        yield Invalid(problems.pop())
+
+
+def _read_range(
+    path: Path, chunk: Chunk, text_key: str, on_invalid: Callable[[ValueError], None]
+) -> Iterator[str | None]:
+    offset = 0
+    for number, line in enumerate(_lines(path), start=1):
+        if path.suffix != ".jsonl" or chunk.start <= offset < chunk.stop:
+            if line.strip():
+                try:
+                    yield _parse(line, text_key, f"{path}:{number}", offset)
+                except ValueError as problem:
+                    on_invalid(problem)
+                    yield None
+        offset += len(line)
