@@ -1,0 +1,158 @@
+"""The work that makes a corpus of its sources: chunks, and which of them are done together."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.manifest import Inputs, ShardRecord, SourceRecord
+from data.sources import Chunk, Reading, plan_chunks
+
+# On disk. Large enough that handing over a chunk costs nothing, small enough that the workers end
+# at about the same time and little is done again after a crash.
+CHUNK_BYTES = 1 << 24
+
+# Small files are done together up to this size, and this number.
+_JOB_BYTES = 1 << 21
+_JOB_CHUNKS = 4096
+
+
+@dataclass(frozen=True)
+class Job:
+    """Chunks that follow one another, done by one worker."""
+
+    number: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(chunk.size for chunk in self.chunks)
+
+    def __str__(self) -> str:
+        first, last = describe(self.chunks[0]), describe(self.chunks[-1])
+        return first if len(self.chunks) == 1 else f"{first} to {last}"
+
+
+def describe(chunk: Chunk) -> str:
+    if chunk.reader == "text" or (chunk.start, chunk.stop) == (0, chunk.size):
+        return chunk.path
+    unit = {"json_lines": "bytes", "parquet": "row groups", "arrow": "record batches"}
+    return f"{chunk.path}, {unit.get(chunk.reader, 'rows')} {chunk.start:,} to {chunk.stop:,}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The chunks of a corpus, or of one shard of it."""
+
+    chunks: tuple[Chunk, ...]
+    sources: tuple[SourceRecord, ...]
+    """Of the whole corpus."""
+    digest: str
+    """Checksum of the chunks of the whole corpus."""
+
+    def jobs(self) -> Iterator[Job]:
+        numbers = itertools.count()
+        together: list[Chunk] = []
+        size = 0
+        for chunk in self.chunks:
+            if together and (size + chunk.size > _JOB_BYTES or len(together) == _JOB_CHUNKS):
+                yield Job(next(numbers), tuple(together))
+                together, size = [], 0
+            together.append(chunk)
+            size += chunk.size
+        if together:
+            yield Job(next(numbers), tuple(together))
+
+
+def make_plan(reading: Reading, shard: tuple[int, int] | None) -> Plan:
+    """The plan of one shard (number, count), or of all. It depends on the sources alone.
+
+    Raises ValueError or OSError if a source matches nothing or is unreadable.
+    """
+    chunks = plan_chunks(reading, CHUNK_BYTES)
+    digest = hashlib.sha256()
+    files, sizes = [0] * len(reading.sources), [0] * len(reading.sources)
+    place = (-1, "")
+    for chunk in chunks:
+        digest.update(json.dumps(dataclasses.astuple(chunk)).encode() + b"\n")
+        files[chunk.source] += (chunk.source, chunk.path) != place
+        sizes[chunk.source] += chunk.size
+        place = (chunk.source, chunk.path)
+    sources = tuple(
+        SourceRecord(source=source, files=files[number], bytes=sizes[number])
+        for number, source in enumerate(reading.sources)
+    )
+    if shard is not None:
+        chunks = list(_shard(chunks, *shard))
+    return Plan(tuple(chunks), sources, digest.hexdigest())
+
+
+def _shard(chunks: list[Chunk], number: int, count: int) -> Iterator[Chunk]:
+    """The chunks whose middle lies within the shard's share of all bytes."""
+    total = sum(chunk.size for chunk in chunks)
+    start = 0
+    for chunk in chunks:
+        middle = 2 * start + chunk.size
+        if min(count - 1, middle * count // max(1, 2 * total)) == number:
+            yield chunk
+        start += chunk.size
+
+
+def plan_lines(plan: Plan, inputs: Inputs, shard: ShardRecord | None) -> Iterator[str]:
+    """What a partial folder keeps of its plan: the options, then each chunk and the size and the
+    time of change of its file."""
+    options = {"inputs": inputs.model_dump(mode="json")}
+    options["shard"] = shard.model_dump(mode="json") if shard else None  # type: ignore[assignment]
+    yield json.dumps(options)
+    path, stamp = "", (0, 0)
+    for chunk in plan.chunks:
+        if chunk.path != path:
+            path, stamp = chunk.path, _stamp(chunk.path)
+        yield json.dumps([*dataclasses.astuple(chunk), *stamp])
+
+
+def changed_file(lines: Iterable[str]) -> str | None:
+    """The first file that is no longer what it was when plan_lines() saw it."""
+    seen = ""
+    for line in itertools.islice(lines, 1, None):
+        _, _, path, _, _, _, *stamp = json.loads(line)
+        if path != seen and tuple(stamp) != _stamp(path):
+            return str(path)
+        seen = path
+    return None
+
+
+def plan_difference(kept: Iterable[str], wanted: Iterable[str]) -> str | None:
+    """How the plan that was kept differs from the one wanted, in words; None if it does not.
+
+    A run may be continued with --skip-invalid that was begun without: what it has done holds no
+    invalid document.
+    """
+    kept, wanted = iter(kept), iter(wanted)
+    before, now = json.loads(next(kept)), json.loads(next(wanted))
+    if not before["inputs"]["skip_invalid"]:
+        now["inputs"]["skip_invalid"] = False
+    flat_before, flat_now = ({**o["inputs"], "shard": o["shard"]} for o in (before, now))
+    for key, value in flat_now.items():
+        if flat_before[key] != value:
+            return f"its {key} is {flat_before[key]}, not {value}"
+    for old, new in itertools.zip_longest(kept, wanted):
+        if old is None or new is None or json.loads(old) != json.loads(new):
+            path = json.loads(old or new)[2]
+            return f"{path} has changed since"
+    return None
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    """(bytes, time of change in ns); zeros for what is no file, such as a dataset's name."""
+    try:
+        found = os.stat(Path(path))
+    except FileNotFoundError:
+        return (0, 0)
+    return (found.st_size, found.st_mtime_ns)
