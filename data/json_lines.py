@@ -21,7 +21,7 @@ from data.pieces import PIECE_CHARACTERS, Cutter, Invalid, Piece, cut
 from data.streams import BLOCK_BYTES, opened
 
 # A longer line is scanned block by block: parsed at once it takes several times its size.
-LONG_LINE_BYTES = 1 << 24
+LONG_LINE_BYTES = 1 << 22
 
 
 def read_json_lines(

@@ -264,7 +264,8 @@ def _unfinished(content: bytes) -> int:
             if high < 0 or not _HIGH_SURROGATE.match(content, high, escape):
                 return len(tail)
             return len(tail) + (6 if _is_backslash_escaping(content, high, 0) else 0)
-        return len(tail) if _HIGH_SURROGATE.fullmatch(tail) else 0
+        if _HIGH_SURROGATE.fullmatch(tail):
+            return len(tail)
     for back in range(1, min(3, len(content)) + 1):
         byte = content[-back]
         if byte >= 0xC0:
