@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import sentencepiece
 
-from data.sources import raise_problem, read_documents, source_files
+from data.sources import Reading, raise_problem, read_documents, source_files
 
 SPECIAL_TOKENS = {"unk": 0, "bos": 1, "eos": 2, "pad": 3}
 
@@ -249,8 +249,7 @@ def _train_command(arguments: argparse.Namespace) -> None:
     )
     skipped: list[ValueError] = []
     documents = read_documents(
-        arguments.source,
-        text_key=arguments.text_key,
+        Reading(tuple(arguments.source), arguments.text_key),
         on_invalid=skipped.append if arguments.skip_invalid else raise_problem,
     )
     report = train_tokenizer(
