@@ -35,11 +35,15 @@ class Job:
         return sum(chunk.size for chunk in self.chunks)
 
     def __str__(self) -> str:
-        first, last = describe(self.chunks[0]), describe(self.chunks[-1])
-        return first if len(self.chunks) == 1 else f"{first} to {last}"
+        first, last = self.chunks[0], self.chunks[-1]
+        if len(self.chunks) == 1:
+            return describe(first)
+        return f"{first.path} to {(last.path, *last.others)[-1]}"
 
 
 def describe(chunk: Chunk) -> str:
+    if chunk.others:
+        return f"{chunk.path} to {chunk.others[-1]}"
     if chunk.reader == "text" or (chunk.start, chunk.stop) == (0, chunk.size):
         return chunk.path
     unit = {"json_lines": "bytes", "parquet": "row groups", "arrow": "record batches"}
@@ -81,7 +85,7 @@ def make_plan(reading: Reading, shard: tuple[int, int] | None) -> Plan:
     place = (-1, "")
     for chunk in chunks:
         digest.update(json.dumps(dataclasses.astuple(chunk)).encode() + b"\n")
-        files[chunk.source] += (chunk.source, chunk.path) != place
+        files[chunk.source] += ((chunk.source, chunk.path) != place) + len(chunk.others)
         sizes[chunk.source] += chunk.size
         place = (chunk.source, chunk.path)
     sources = tuple(
@@ -114,17 +118,19 @@ def plan_lines(plan: Plan, inputs: Inputs, shard: ShardRecord | None) -> Iterato
     for chunk in plan.chunks:
         if chunk.path != path:
             path, stamp = chunk.path, _stamp(chunk.path)
-        yield json.dumps([*dataclasses.astuple(chunk), *stamp])
+        stamps = [stamp, *map(_stamp, chunk.others)]
+        yield json.dumps({**dataclasses.asdict(chunk), "stamps": stamps})
 
 
 def changed_file(lines: Iterable[str]) -> str | None:
     """The first file that is no longer what it was when plan_lines() saw it."""
     seen = ""
     for line in itertools.islice(lines, 1, None):
-        _, _, path, _, _, _, *stamp = json.loads(line)
-        if path != seen and tuple(stamp) != _stamp(path):
-            return str(path)
-        seen = path
+        chunk = json.loads(line)
+        for path, stamp in zip((chunk["path"], *chunk["others"]), chunk["stamps"], strict=True):
+            if path != seen and tuple(stamp) != _stamp(path):
+                return str(path)
+            seen = path
     return None
 
 
@@ -144,8 +150,8 @@ def plan_difference(kept: Iterable[str], wanted: Iterable[str]) -> str | None:
             return f"its {key} is {flat_before[key]}, not {value}"
     for old, new in itertools.zip_longest(kept, wanted):
         if old is None or new is None or json.loads(old) != json.loads(new):
-            path = json.loads(old or new)[2]
-            return f"{path} has changed since"
+            path = json.loads(old or new)["path"]
+            return f"the sources have changed since, from {path} on"
     return None
 
 

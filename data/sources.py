@@ -169,7 +169,7 @@ def _check_new(files: Sequence[Path], source: str, seen: dict[str, str]) -> None
 
 def _file_chunks(source: int, path: str, text_key: str, chunk_bytes: int) -> Iterator[Chunk]:
     size = os.path.getsize(path)
-    if size == 0:
+    if size == 0 and not path.endswith((".txt", ".py")):  # which would be an empty document
         return
     if path.endswith(".parquet"):
         yield from _shares(
