@@ -7,12 +7,15 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.manifest import Inputs, ShardRecord, SourceRecord
+from data.partial import PartialFolder
 from data.sources import Chunk, Reading, plan_chunks
+
+PLAN = "plan.jsonl"
 
 # On disk. Large enough that handing over a chunk costs nothing, small enough that the workers end
 # at about the same time and little is done again after a crash.
@@ -134,7 +137,21 @@ def changed_file(lines: Iterable[str]) -> str | None:
     return None
 
 
-def plan_difference(kept: Iterable[str], wanted: Iterable[str]) -> str | None:
+def agree_on_plan(folder: PartialFolder, lines: Callable[[], Iterator[str]]) -> None:
+    """Keeps the plan in the folder. Raises ValueError if it has the plan of other work."""
+    path = folder.path / PLAN
+    if path.exists():
+        with path.open() as kept:
+            difference = _difference(kept, lines())
+        if difference is not None:
+            raise ValueError(
+                f"{folder.path} holds the work of another call: {difference}; remove it or choose "
+                "another --output"
+            )
+    folder.write(PLAN, (line.encode() + b"\n" for line in lines()))
+
+
+def _difference(kept: Iterable[str], wanted: Iterable[str]) -> str | None:
     """How the plan that was kept differs from the one wanted, in words; None if it does not.
 
     A run may be continued with --skip-invalid that was begun without: what it has done holds no
@@ -144,14 +161,13 @@ def plan_difference(kept: Iterable[str], wanted: Iterable[str]) -> str | None:
     before, now = json.loads(next(kept)), json.loads(next(wanted))
     if not before["inputs"]["skip_invalid"]:
         now["inputs"]["skip_invalid"] = False
-    flat_before, flat_now = ({**o["inputs"], "shard": o["shard"]} for o in (before, now))
-    for key, value in flat_now.items():
-        if flat_before[key] != value:
-            return f"its {key} is {flat_before[key]}, not {value}"
+    before, now = ({**options, **options["inputs"], "inputs": None} for options in (before, now))
+    for key in {**now, **before}:
+        if before.get(key) != now.get(key):
+            return f"its {key} is {before.get(key)}, not {now.get(key)}"
     for old, new in itertools.zip_longest(kept, wanted):
         if old is None or new is None or json.loads(old) != json.loads(new):
-            path = json.loads(old or new)["path"]
-            return f"the sources have changed since, from {path} on"
+            return f"the sources have changed since, from {json.loads(old or new)['path']} on"
     return None
 
 

@@ -22,7 +22,7 @@ from data.files import sync_folder
 from data.manifest import Inputs, Manifest, ShardRecord
 from data.output import INVALID, SCRATCH, CorpusOutput, Part, PartSplit
 from data.partial import PartialFolder, Unfinished, UselessError
-from data.plan import Job, Plan, changed_file, plan_difference, plan_lines
+from data.plan import PLAN, Job, Plan, agree_on_plan, changed_file, plan_lines
 from data.prepared import check_splits, find_prepared, refuse_other
 from data.progress import PreparationProgress
 from data.sources import Invalid, Reading, read_chunk
@@ -30,7 +30,7 @@ from data.token_file import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.workers import WorkerPool
 
-_CHUNKS, _PLAN = "chunks", "plan.jsonl"
+_CHUNKS = "chunks"
 
 # Between two commits: each waits for the disk.
 _COMMIT_BYTES, _COMMIT_PARTS = 1 << 26, 64
@@ -157,7 +157,7 @@ class _Preparation:
         self.committed = self.output.parts
 
     def _manifest(self) -> Manifest:
-        with (self.folder.path / _PLAN).open() as lines:
+        with (self.folder.path / PLAN).open() as lines:
             changed = changed_file(lines)
         if changed is not None:
             raise UselessError(
@@ -223,27 +223,12 @@ def prepare(
             return manifest
         manifest = folder.manifest()
         if manifest is None:
-            _agree_on_plan(folder, plan, inputs, shard)
+            agree_on_plan(folder, lambda: plan_lines(plan, inputs, shard))
             manifest = _fill(folder, plan, inputs, shard, options, tokenizer, workers)
         else:
             refuse_other(folder.path, manifest, inputs, shard)
-        folder.publish(manifest, (_PLAN, _CHUNKS, DUPLICATES, *SCRATCH))
+        folder.publish(manifest, (PLAN, _CHUNKS, DUPLICATES, *SCRATCH))
     return manifest
-
-
-def _agree_on_plan(
-    folder: PartialFolder, plan: Plan, inputs: Inputs, shard: ShardRecord | None
-) -> None:
-    path = folder.path / _PLAN
-    if path.exists():
-        with path.open() as kept:
-            difference = plan_difference(kept, plan_lines(plan, inputs, shard))
-        if difference is not None:
-            raise ValueError(
-                f"{folder.path} holds the work of another call: {difference}; remove it or choose "
-                "another --output"
-            )
-    folder.write(_PLAN, (line.encode() + b"\n" for line in plan_lines(plan, inputs, shard)))
 
 
 def _fill(

@@ -54,13 +54,26 @@ def refuse_other(
     folder: Path, manifest: Manifest, inputs: Inputs, shard: ShardRecord | None
 ) -> None:
     """Raises ValueError that names the first difference of a folder's manifest from the inputs."""
-    found = {**manifest.inputs.model_dump(), "shard": manifest.shard}
-    for key, wanted in {**inputs.model_dump(), "shard": shard}.items():
-        if found[key] != wanted:
-            raise ValueError(
-                f"{folder} holds another corpus: its {key} is {found[key]}, not {wanted}; "
-                "remove it or choose another --output"
-            )
+    found = difference(manifest.inputs, inputs)
+    if found is None and manifest.shard != shard:
+        found = f"its shard is {_shown(manifest.shard)}, not {_shown(shard)}"
+    if found is not None:
+        raise ValueError(
+            f"{folder} holds another corpus: {found}; remove it or choose another --output"
+        )
+
+
+def _shown(shard: ShardRecord | None) -> str:
+    return f"{shard.number}/{shard.count} of plan {shard.plan[:8]}" if shard else "the whole"
+
+
+def difference(found: Inputs, wanted: Inputs) -> str | None:
+    """The first difference in words, None if there is none."""
+    before = found.model_dump()
+    for key, value in wanted.model_dump().items():
+        if before[key] != value:
+            return f"its {key} is {before[key]}, not {value}"
+    return None
 
 
 def summary(manifest: Manifest, output: Path) -> str:

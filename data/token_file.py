@@ -33,6 +33,8 @@ from data.manifest import FileRecord, SplitRecord, read_manifest
 TokenArray = npt.NDArray[np.integer]
 
 _HEADER = struct.Struct("<9sQBQQ")
+LENGTHS_OFFSET = _HEADER.size
+"""Where an index holds the lengths, in bytes."""
 _MAGIC = b"MMIDIDX\0\0"
 _VERSION = 1
 
