@@ -19,8 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import sentencepiece
 
 from data.sources import Reading, raise_problem, read_documents, source_files
@@ -109,28 +107,9 @@ class Tokenizer:
         }
 
     @property
-    def files(self) -> dict[str, bytes]:
-        return {"tokenizer.model": self.path.read_bytes()}
-
-    notices: tuple[str, ...] = ()
-
-    def encode_batch(
-        self, texts: Sequence[str]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        ids = [self.encode(text) for text in texts]
-        lengths = np.array([len(one) for one in ids], np.int32)
-        return np.array([token for one in ids for token in one], np.int32), lengths
-
-    @property
     def lossless(self) -> bool:
         """Whether a text of the kind that tokenizers tend to alter comes back to the byte."""
         return self.decode(self.encode(_PROBE)) == _PROBE
-
-
-def load_tokenizer(
-    path: str | Path, *, end_of_document: str | None = None, sample: Sequence[str] = ()
-) -> Tokenizer:
-    return Tokenizer(path)
 
 
 @dataclass(frozen=True)
