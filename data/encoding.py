@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.files import SyncedFile
-from data.manifest import TRAIN, VALIDATION, Record, Skipped, TokenizerRecord
+from data.manifest import TRAIN, VALIDATION, Record, Skipped
 from data.sources import Chunk, Invalid, Reading, read_chunk
 from data.token_file import check_ids, token_dtype
 from data.tokenizer import Tokenizer
@@ -43,8 +43,6 @@ class Options:
     validation_fraction: float
     skip_invalid: bool
     deduplicate: bool
-    end_of_document: str | None = None
-    """The token, where the tokenizer does not name its own."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -144,8 +142,7 @@ class _DocumentWriter:
             split: _SplitFiles(folder / split, dtype, options.deduplicate)
             for split in options.splits
         }
-        identity = TokenizerRecord.model_validate(tokenizer.identity)
-        self._unknown = identity.special_tokens.get("unk", -1)
+        self._unknown = tokenizer.special_tokens.get("unk", -1)
         self._batch = _Batch()
         self._open: _Open | None = None
         self._carried = 0

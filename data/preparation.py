@@ -8,7 +8,6 @@ duplicates are dropped, all jobs come before the first is added.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import shutil
 import sys
@@ -25,18 +24,14 @@ from data.partial import PartialFolder, Unfinished, UselessError
 from data.plan import PLAN, Job, Plan, agree_on_plan, changed_file, plan_lines
 from data.prepared import check_splits, find_prepared, refuse_other
 from data.progress import PreparationProgress
-from data.sources import Invalid, Reading, read_chunk
 from data.token_file import token_dtype
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer
 from data.workers import WorkerPool
 
 _CHUNKS = "chunks"
 
 # Between two commits: each waits for the disk.
 _COMMIT_BYTES, _COMMIT_PARTS = 1 << 26, 64
-
-# What a tokenizer's fast backend is compared with its reference on.
-_SAMPLE_PIECES, _SAMPLE_CHARACTERS = 64, 4096
 
 
 class _Preparation:
@@ -88,7 +83,7 @@ class _Preparation:
         """Whether anything would be lost with the folder."""
         return bool(self.output.parts or self.finished)
 
-    def run(self, workers: int, sample: tuple[str, ...]) -> Manifest:
+    def run(self, workers: int) -> Manifest:
         todo = [
             job
             for job in self.jobs
@@ -98,7 +93,7 @@ class _Preparation:
             done = f"{len(self.jobs) - len(todo):,} of {len(self.jobs):,} parts are done"
             print(f"continuing from {self.folder.path}: {done}", file=sys.stderr)
         total = sum(job.size for job in self.jobs)
-        arguments = (self.tokenizer.path, self.options, self.chunks, sample)
+        arguments = (self.tokenizer, self.options, self.chunks)
         with (
             WorkerPool[Job](_make_encoder, arguments, workers) as pool,
             PreparationProgress(total, total - sum(job.size for job in todo)) as progress,
@@ -177,12 +172,9 @@ class _Preparation:
 
 
 def _make_encoder(
-    tokenizer_path: Path, options: Options, chunks: Path, sample: tuple[str, ...]
+    tokenizer: Tokenizer, options: Options, chunks: Path
 ) -> Callable[[Job, Callable[..., None]], None]:
     """What a worker does with its jobs."""
-    tokenizer = load_tokenizer(
-        tokenizer_path, end_of_document=options.end_of_document, sample=sample
-    )
 
     def encode(job: Job, report: Callable[..., None]) -> None:
         # A name of its own: a worker whose parent was just killed may be at the same job.
@@ -243,7 +235,7 @@ def _fill(
     preparation = None
     try:
         preparation = _Preparation(folder, plan, inputs, shard, options, tokenizer)
-        manifest = preparation.run(workers, text_sample(plan, options.reading))
+        manifest = preparation.run(workers)
         for name, content in tokenizer.files.items():
             folder.write(name, [content])
     except BaseException as problem:
@@ -255,10 +247,3 @@ def _fill(
             how += ", also with --skip-invalid added"
         raise Unfinished(problem, folder.path, how) from problem
     return manifest
-
-
-def text_sample(plan: Plan, reading: Reading) -> tuple[str, ...]:
-    """Text from the first documents."""
-    pieces = (item for chunk in plan.chunks for item in read_chunk(chunk, reading))
-    texts = (item.text for item in pieces if not isinstance(item, Invalid))
-    return tuple(text[:_SAMPLE_CHARACTERS] for text in itertools.islice(texts, _SAMPLE_PIECES))

@@ -16,18 +16,29 @@ n - 1, and `python -m data.merge` joins them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from pathlib import Path
 
 from data.encoding import Options
-from data.manifest import Inputs, ShardRecord, TokenizerRecord
+from data.manifest import Inputs, ShardRecord
 from data.partial import run_command
-from data.plan import make_plan
-from data.preparation import prepare, text_sample
+from data.plan import Plan, make_plan
+from data.preparation import prepare
 from data.prepared import find_prepared, print_report
-from data.sources import Reading
+from data.sources import Invalid, Reading, read_chunk
 from data.tokenizer import load_tokenizer
+
+# What a tokenizer's fast backend is compared with its reference on.
+_SAMPLE_PIECES, _SAMPLE_CHARACTERS = 64, 4096
+
+
+def _text_sample(plan: Plan, reading: Reading) -> tuple[str, ...]:
+    """Text from the first documents."""
+    pieces = (item for chunk in plan.chunks for item in read_chunk(chunk, reading))
+    texts = (item.text for item in pieces if not isinstance(item, Invalid))
+    return tuple(text[:_SAMPLE_CHARACTERS] for text in itertools.islice(texts, _SAMPLE_PIECES))
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -55,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(
         arguments.tokenizer,
         end_of_document=arguments.end_of_document,
-        sample=text_sample(plan, reading),
+        sample=_text_sample(plan, reading),
     )
     if not tokenizer.lossless:
         print(f"warning: {tokenizer.path} does not keep text to the byte", file=sys.stderr)
@@ -66,11 +77,10 @@ def _run(arguments: argparse.Namespace) -> None:
         validation_fraction=arguments.validation_fraction,
         skip_invalid=arguments.skip_invalid,
         deduplicate=arguments.deduplicate,
-        end_of_document=arguments.end_of_document,
     )
     inputs = Inputs(
         sources=plan.sources,
-        tokenizer=TokenizerRecord.model_validate(tokenizer.identity),
+        tokenizer=tokenizer.identity,
         text_key=reading.text_key,
         split=reading.split,
         streaming=reading.streaming,
@@ -100,10 +110,15 @@ def _parser() -> argparse.ArgumentParser:
         "--source",
         action="append",
         required=True,
-        help=".txt, .jsonl, .jsonl.gz or .jsonl.zst file, a folder of them, or python-stdlib; "
-        "may be given repeatedly",
+        help=".txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow file, a folder or pattern of "
+        "them, hf:NAME for a Hugging Face dataset, or python-stdlib; may be given repeatedly",
     )
-    parser.add_argument("--tokenizer", type=Path, required=True, help="sentencepiece model")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        help="sentencepiece .model, tokenizer.json, or folder of one",
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)"
