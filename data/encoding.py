@@ -52,9 +52,6 @@ class Options:
 class ChunkRecord(Record):
     """Counts of one chunk."""
 
-    documents: int
-    tokens: int
-    text_bytes: int
     unknown_tokens: int
     skipped: Skipped
 
@@ -110,6 +107,8 @@ class _Open:
     """In the batch."""
     flushed: bool = False
     """Whether earlier pieces are in the file."""
+    unknown_tokens: int = 0
+    """Among those in the file."""
 
 
 @dataclass
@@ -184,6 +183,7 @@ class _DocumentWriter:
         if self._open.flushed:
             self._files[self._split(self._open.held_out)].drop_open_document()
             self._carried = 0
+            self.unknown_tokens -= self._open.unknown_tokens
         self._open = None
 
     def close(self, invalid: int) -> ChunkRecord:
@@ -192,9 +192,6 @@ class _DocumentWriter:
         for files in self._files.values():
             files.close()
         return ChunkRecord(
-            documents=self.documents,
-            tokens=self.tokens,
-            text_bytes=self.text_bytes,
             unknown_tokens=self.unknown_tokens,
             skipped=Skipped(empty=self.empty, invalid=invalid),
         )
@@ -208,7 +205,8 @@ class _DocumentWriter:
             return
         tokens, lengths = self._tokenizer.encode_batch(batch.texts)
         check_ids(tokens, self._tokenizer.vocabulary_size, self.place)
-        self.unknown_tokens += int((tokens == self._unknown).sum())
+        unknown = tokens == self._unknown
+        self.unknown_tokens += int(unknown.sum())
         ends = np.flatnonzero(batch.last)
         # After the last token of each document that ends here.
         cuts = np.cumsum(lengths, dtype=np.int64)[ends]
@@ -221,6 +219,7 @@ class _DocumentWriter:
         self._check_length(max(int(sizes.max(initial=0)), self._carried))
         if self._open is not None:
             self._open.pieces, self._open.flushed = 0, True
+            self._open.unknown_tokens += int(unknown[len(tokens) - after :].sum())
         # A tokenizer that drops whitespace may leave nothing of a document.
         full = sizes > 0
         self.empty += int((~full).sum())
