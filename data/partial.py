@@ -130,17 +130,24 @@ class Unfinished(Exception):
 def run_command(run: Callable[[], None]) -> int:
     """Runs a command to its exit code: 2 for a mistake, 1 for a failure, 130 or 143 if a signal
     ended it; each with one line that says what happened and, where it can, how to go on."""
-    signal.signal(signal.SIGTERM, _terminate)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         run()
         return 0
     except Unfinished as unfinished:
+        if not isinstance(unfinished.cause, _EXPECTED):
+            raise
         code, message = _explained(unfinished.cause)
         message += f"; {unfinished.partial} keeps what is done: {unfinished.how}"
-    except (ValueError, OSError, MemoryError, WorkerDied, KeyboardInterrupt) as problem:
+    except _EXPECTED as problem:
         code, message = _explained(problem)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(f"error: {message}", file=sys.stderr)
     return code
+
+
+_EXPECTED = (ValueError, OSError, MemoryError, WorkerDied, KeyboardInterrupt)
 
 
 class _Terminated(KeyboardInterrupt):

@@ -36,9 +36,12 @@ _SAMPLE_PIECES, _SAMPLE_CHARACTERS = 64, 4096
 
 def _text_sample(plan: Plan, reading: Reading) -> tuple[str, ...]:
     """Text from the first documents."""
-    pieces = (item for chunk in plan.chunks for item in read_chunk(chunk, reading))
-    texts = (item.text for item in pieces if not isinstance(item, Invalid))
-    return tuple(text[:_SAMPLE_CHARACTERS] for text in itertools.islice(texts, _SAMPLE_PIECES))
+    items = (item for chunk in plan.chunks for item in read_chunk(chunk, reading))
+    return tuple(
+        item.text[:_SAMPLE_CHARACTERS]
+        for item in itertools.islice(items, _SAMPLE_PIECES)
+        if not isinstance(item, Invalid)
+    )
 
 
 def _shard(text: str) -> tuple[int, int]:
