@@ -39,7 +39,7 @@ from data.manifest import (
     SourceRecord,
     read_manifest,
 )
-from data.sources import raise_problem, read_documents, source_files
+from data.sources import Reading, raise_problem, read_documents, source_files
 from data.token_file import TokenFile, TokenFileWriter
 from data.tokenizer import Tokenizer, load_tokenizer, write_atomically
 
@@ -138,9 +138,9 @@ class _Source:
     def chunks(self) -> Iterator[list[str]]:
         chunk: list[str] = []
         characters = 0
+        sources = tuple(record.source for record in self.inputs.sources)
         for document in read_documents(
-            [record.source for record in self.inputs.sources],
-            text_key=self.inputs.text_key,
+            Reading(sources, self.inputs.text_key),
             on_invalid=self._skip if self.inputs.skip_invalid else raise_problem,
         ):
             if not document:
