@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -80,7 +80,7 @@ def _encode(model: Path, validation_fraction: float, documents: list[str]) -> En
 @functools.cache
 def _tokenizer(model: Path) -> Tokenizer:
     """Loaded once in each worker."""
-    return Tokenizer(model)
+    return load_tokenizer(model)
 
 
 def _held_out(text: bytes, fraction: float) -> bool:

@@ -38,11 +38,13 @@ class SplitRecord(_Record):
 
 
 class TokenizerRecord(_Record):
-    kind: Literal["sentencepiece"]
+    kind: Literal["sentencepiece", "huggingface"]
     sha256: str
-    """Of the model file, a copy of which lies beside the manifest."""
+    """Of tokenizer.model or tokenizer.json, a copy of which lies beside the manifest."""
     vocabulary_size: int
+    """The largest id and one."""
     special_tokens: dict[str, int]
+    """By role; eos ends the documents."""
 
 
 class SourceRecord(_Record):

@@ -37,12 +37,11 @@ from data.manifest import (
     Manifest,
     Skipped,
     SourceRecord,
-    TokenizerRecord,
     read_manifest,
 )
 from data.sources import Reading, raise_problem, read_documents, source_files
 from data.token_file import TokenFile, TokenFileWriter
-from data.tokenizer import Tokenizer, write_atomically
+from data.tokenizer import Tokenizer, load_tokenizer, write_atomically
 
 # Documents are handed to workers in chunks of at least this many characters: large enough that
 # handing over costs nothing, small enough that two a worker cost no memory.
@@ -61,7 +60,8 @@ def prepare(inputs: Inputs, tokenizer: Tokenizer, output: Path, workers: int) ->
     partial.mkdir()
     try:
         manifest = _write_splits(inputs, tokenizer, partial, workers)
-        write_atomically(partial / "tokenizer.model", tokenizer.path.read_bytes())
+        for name, content in tokenizer.files.items():
+            write_atomically(partial / name, content)
         write_atomically(
             partial / MANIFEST_NAME, manifest.model_dump_json(indent=2).encode() + b"\n"
         )
@@ -209,7 +209,7 @@ def _inputs(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Inputs:
         sources.append(SourceRecord(source=source, files=len(files), bytes=size))
     return Inputs(
         sources=tuple(sources),
-        tokenizer=TokenizerRecord.model_validate(tokenizer.identity),
+        tokenizer=tokenizer.identity,
         text_key=arguments.text_key,
         skip_invalid=arguments.skip_invalid,
         validation_fraction=arguments.validation_fraction,
@@ -217,7 +217,7 @@ def _inputs(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Inputs:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    tokenizer = Tokenizer(arguments.tokenizer)
+    tokenizer = load_tokenizer(arguments.tokenizer)
     if not tokenizer.lossless:
         print(f"warning: {tokenizer.path} does not keep text to the byte", file=sys.stderr)
     inputs = _inputs(arguments, tokenizer)

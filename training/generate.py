@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import load_tokenizer
 from model.generate import generate
 from training.checkpoint import load_model
 
@@ -45,7 +45,7 @@ def sample(options: argparse.Namespace) -> str:
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed tells every step of the loading
         model, config = load_model(options.checkpoint)
     # Prepared token files have their tokenizer beside them.
-    tokenizer = Tokenizer(Path(config.data.validation).parent / "tokenizer.model")
+    tokenizer = load_tokenizer(Path(config.data.validation).parent, fast=False)
     prompt = tokenizer.encode(options.prompt) or [tokenizer.end_of_document]
     tokens = generate(
         model,

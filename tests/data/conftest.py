@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from data.token_file import TokenFileWriter
-from data.tokenizer import Tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.train_tokenizer import train_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -35,7 +36,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory, training_text: list[str
 
 @pytest.fixture(scope="session")
 def tokenizer(model_path: Path) -> Tokenizer:
-    return Tokenizer(model_path)
+    return load_tokenizer(model_path)
 
 
 @pytest.fixture

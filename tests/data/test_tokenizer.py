@@ -9,7 +9,9 @@ import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.tokenizer import _TRAINING_CHARACTERS, SPECIAL_TOKENS, Tokenizer, train_tokenizer
+from data.sentencepiece_tokenizer import SPECIAL_TOKENS
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.train_tokenizer import _TRAINING_CHARACTERS, train_tokenizer
 
 AWKWARD = [
     "", " ", "  a", "a  ", "\\n\\n    return", "\\t\\tx\\r\\n\\r", "\\0a\\0", "\\u2581",
@@ -41,7 +43,7 @@ def test_round_trip_is_the_identity(tokenizer: Tokenizer, text: str) -> None:
 
 def test_code_gets_useful_pieces(tmp_path: Path) -> None:
     train_tokenizer([Path(argparse.__file__).read_text()], 1000, tmp_path / "code.model")
-    tokenizer = Tokenizer(tmp_path / "code.model")
+    tokenizer = load_tokenizer(tmp_path / "code.model")
     pieces = [tokenizer.decode([token]) for token in tokenizer.encode("(self):\n        return 1")]
     assert any("\n" in piece and len(piece) > 1 for piece in pieces)
     assert any(piece.startswith("        ") for piece in pieces)
@@ -51,7 +53,7 @@ def test_code_gets_useful_pieces(tmp_path: Path) -> None:
 def test_special_ids_are_pinned_and_recorded(tokenizer: Tokenizer, model_path: Path) -> None:
     raw = sentencepiece.SentencePieceProcessor(model_file=str(model_path))
     ids = {"unk": raw.unk_id(), "bos": raw.bos_id(), "eos": raw.eos_id(), "pad": raw.pad_id()}
-    assert ids == {"unk": 0, "bos": 1, "eos": 2, "pad": 3} == tokenizer.identity["special_tokens"]
+    assert ids == {"unk": 0, "bos": 1, "eos": 2, "pad": 3} == tokenizer.identity.special_tokens
     assert tokenizer.end_of_document == 2
     assert tokenizer.vocabulary_size == 320 == raw.vocab_size()
 
@@ -70,7 +72,7 @@ def test_long_documents_are_not_skipped(tmp_path: Path) -> None:
     total = sum(len(document.encode()) for document in documents)
     assert report.read_bytes == report.used_bytes == total
     assert report.unchanged == report.sampled > 1
-    assert len(Tokenizer(tmp_path / "long.model").encode("ab\u00e9cd" * 8)) < 8 * 5
+    assert len(load_tokenizer(tmp_path / "long.model").encode("ab\u00e9cd" * 8)) < 8 * 5
 
 
 def test_fraction_is_spread_evenly(tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ def _foreign(path: Path, **options: Any) -> Tokenizer:
         sentence_iterator=iter(["a few words of text"] * 3), model_prefix=str(path), vocab_size=30,
         hard_vocab_limit=False, minloglevel=2, **options,
     )  # fmt: skip
-    return Tokenizer(f"{path}.model")
+    return load_tokenizer(f"{path}.model")
 
 
 def test_tokenizers_of_other_making(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -117,4 +119,4 @@ def test_tokenizers_of_other_making(tokenizer: Tokenizer, tmp_path: Path) -> Non
         _ = _foreign(tmp_path / "none", eos_id=-1).end_of_document
     (tmp_path / "text.model").write_text("not a model")
     with pytest.raises(ValueError, match=r"text\.model: not a sentencepiece model"):
-        Tokenizer(tmp_path / "text.model")
+        load_tokenizer(tmp_path / "text.model")
