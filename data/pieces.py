@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 PIECE_CHARACTERS = 1 << 20
 
-# Greedy, hence the last place. A character after the repetition lets `re` look for it backwards from
-# the end, much faster than for a class of characters.
+# Greedy, hence the last place. `re` looks backwards for the one character after the repetition much
+# faster than for a class of characters.
 _PAST_LAST_PLACE = re.compile("(?s:.)+ (?<=[A-Za-z0-9] )(?=[A-Za-z])")
 
 
