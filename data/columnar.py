@@ -16,13 +16,16 @@ from data.pieces import Invalid, Piece, cut
 _BATCH_BYTES = 1 << 22
 _MAXIMUM_BATCH_ROWS = 4096
 
+# Pages are read as they are needed, not a row group at once.
+_READ_OPTIONS = {"buffer_size": 1 << 20, "pre_buffer": False, "page_checksum_verification": True}
+
 _ARROW_FILE_MAGIC = b"ARROW1"
 
 
 def parquet_groups(path: str, text_key: str) -> list[int]:
     """Bytes on disk of the text in each row group. Raises ValueError or OSError: see _named."""
     with _named(path), pq.ParquetFile(path) as file:
-        _check_column(file.schema_arrow, text_key, path)
+        check_column(file.schema_arrow, text_key, path)
         column = _parquet_column(file, text_key)
         return [
             file.metadata.row_group(group).column(column).total_compressed_size
@@ -32,7 +35,7 @@ def parquet_groups(path: str, text_key: str) -> list[int]:
 
 def read_parquet(path: str, text_key: str, start: int, stop: int) -> Iterator[Piece | Invalid]:
     """The documents of the row groups start <= g < stop."""
-    with _named(path), pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+    with _named(path), pq.ParquetFile(path, **_READ_OPTIONS) as file:
         column = _parquet_column(file, text_key)
         metadata = file.metadata
         row = sum(metadata.row_group(group).num_rows for group in range(start))
@@ -57,7 +60,7 @@ def arrow_batches(path: str, text_key: str) -> list[int]:
     """Rows of each record batch. Raises ValueError or OSError: see _named."""
     with _named(path), pa.memory_map(path) as mapped:
         with _arrow_reader(mapped) as reader:
-            _check_column(reader.schema, text_key, path)
+            check_column(reader.schema, text_key, path)
         return [len(batch) for batch in _record_batches(mapped, text_key)]
 
 
@@ -107,7 +110,7 @@ def _batch_rows(size: int, rows: int) -> int:
     return max(1, min(_MAXIMUM_BATCH_ROWS, _BATCH_BYTES * rows // max(1, size)))
 
 
-def _check_column(schema: pa.Schema, text_key: str, path: str) -> None:
+def check_column(schema: pa.Schema, text_key: str, path: str) -> None:
     if schema.names.count(text_key) != 1:
         raise ValueError(
             f"{path}: expected one column {text_key!r}; its columns are: "
@@ -120,9 +123,6 @@ def _check_column(schema: pa.Schema, text_key: str, path: str) -> None:
         pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     ):
         raise ValueError(f"{path}: column {text_key!r} must hold strings, found {kind}")
-
-
-check_column = _check_column
 
 
 def _documents(

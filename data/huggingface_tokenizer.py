@@ -136,6 +136,10 @@ class HuggingFaceTokenizer(Tokenizer):
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def token_name(self, token: int) -> str | None:
+        name: str | None = self._tokenizer.id_to_token(token)
+        return name
+
 
 def _batches(texts: Sequence[str]) -> list[list[str]]:
     batches: list[list[str]] = []

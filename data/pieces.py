@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 PIECE_CHARACTERS = 1 << 20
 
-# Greedy, hence the last place: from the end of the piece backwards.
-_UP_TO_LAST_PLACE = re.compile("(?s:.)*[A-Za-z0-9](?= [A-Za-z])")
+# Greedy, hence the last place. `re` looks backwards for the one character after the repetition much
+# faster than for a class of characters.
+_PAST_LAST_PLACE = re.compile("(?s:.)+ (?<=[A-Za-z0-9] )(?=[A-Za-z])")
 
 
 class Piece(NamedTuple):
@@ -63,5 +64,5 @@ class Cutter:
 
 
 def _piece_end(text: str, start: int, limit: int) -> int:
-    place = _UP_TO_LAST_PLACE.match(text, start, start + limit)
-    return place.end() if place else start + limit
+    place = _PAST_LAST_PLACE.match(text, start, start + limit)
+    return place.end() - 1 if place else start + limit

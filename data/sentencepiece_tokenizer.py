@@ -113,3 +113,9 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._model.decode(list(ids))
         return text
+
+    def token_name(self, token: int) -> str | None:
+        if token >= self.vocabulary_size:
+            return None
+        name: str = self._model.id_to_piece(token)
+        return name

@@ -14,6 +14,8 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from data.hugging_face import drop_unsaved
+
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")
 
@@ -36,6 +38,7 @@ def source_files(source: str) -> list[Path]:
         files = _stdlib_files()
     elif root.is_dir():
         files = [path for path in _walk(root) if path.name.endswith(SUFFIXES)]
+        files = drop_unsaved(files, root)
     elif os.path.lexists(root):
         files = [root]
     elif _WILDCARD.search(source):

@@ -19,10 +19,10 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NoReturn
 
 from data.columnar import arrow_batches, parquet_groups, read_arrow, read_parquet
+from data.hugging_face import HF, plan_dataset, read_dataset, saved_dataset
 from data.json_lines import read_json_lines
 from data.pieces import PIECE_CHARACTERS, Invalid, Piece
 from data.source_files import PYTHON_STDLIB, SUFFIXES, source_files
@@ -59,11 +59,13 @@ class Chunk:
     path: str
     """A file, or the dataset's name."""
     start: int
-    """First byte (json_lines), row group (parquet), record batch (arrow) or row (datasets)."""
+    """First byte (json_lines), row group (parquet), record batch (arrow), row (datasets) or shard
+    (datasets streamed)."""
     stop: int
     """End, exclusive."""
     size: int
-    """Bytes on disk; those of the chunks of a file add up to the file's."""
+    """Bytes on disk; those of the chunks of a file add up to the file's. 0 where not known, as of
+    a streamed dataset."""
     others: tuple[str, ...] = ()
     """Further text files, read after `path`."""
 
@@ -92,11 +94,15 @@ def plan_chunks(reading: Reading, chunk_bytes: int = 1 << 26) -> list[Chunk]:
     chunks: list[Chunk] = []
     seen: dict[str, str] = {}
     for number, source in enumerate(reading.sources):
-        files = source_files(source)
-        _check_new(files, source, seen)
-        planned = itertools.chain.from_iterable(
-            _file_chunks(number, str(path), reading.text_key, chunk_bytes) for path in files
-        )
+        if source.startswith(HF) and (folder := saved_dataset(source, reading.split)) is None:
+            planned = _dataset_chunks(number, reading, chunk_bytes)
+            _check_new([source], source, seen)
+        else:
+            files = source_files(str(folder) if source.startswith(HF) else source)
+            _check_new([os.path.realpath(path) for path in files], source, seen)
+            planned = itertools.chain.from_iterable(
+                _file_chunks(number, str(path), reading.text_key, chunk_bytes) for path in files
+            )
         chunks += _grouped(planned, chunk_bytes // _GROUPS_PER_CHUNK)
     return chunks
 
@@ -119,7 +125,14 @@ def read_chunk(chunk: Chunk, reading: Reading) -> Iterator[Piece | Invalid]:
     elif chunk.reader == "arrow":
         yield from read_arrow(chunk.path, reading.text_key, chunk.start, chunk.stop)
     else:
-        raise AssertionError(chunk.reader)
+        yield from read_dataset(
+            chunk.path,
+            reading.text_key,
+            reading.split,
+            reading.streaming,
+            chunk.start,
+            chunk.stop,
+        )
 
 
 def raise_problem(problem: ValueError) -> NoReturn:
@@ -155,16 +168,23 @@ def read_documents(
                     pieces = []
 
 
-def _check_new(files: Sequence[Path], source: str, seen: dict[str, str]) -> None:
+def _check_new(identities: Sequence[str], source: str, seen: dict[str, str]) -> None:
     """Reading a file twice would weigh its documents double, in silence."""
-    for path in files:
-        identity = os.path.realpath(path)
+    for identity in identities:
         if identity in seen and source != PYTHON_STDLIB:
             raise ValueError(
-                f"source {source!r}: {path} is the same file as {seen[identity]}: each file may be "
-                "given once"
+                f"source {source!r}: {identity} is read already by source {seen[identity]!r}: each "
+                "file may be given once"
             )
-        seen[identity] = f"{path} of source {source!r}"
+        seen[identity] = source
+
+
+def _dataset_chunks(source: int, reading: Reading, chunk_bytes: int) -> Iterator[Chunk]:
+    name = reading.sources[source]
+    for start, stop, size in plan_dataset(
+        name, reading.text_key, reading.split, reading.streaming, chunk_bytes
+    ):
+        yield Chunk(source, "datasets", name, start, stop, size)
 
 
 def _file_chunks(source: int, path: str, text_key: str, chunk_bytes: int) -> Iterator[Chunk]:
@@ -172,13 +192,11 @@ def _file_chunks(source: int, path: str, text_key: str, chunk_bytes: int) -> Ite
     if size == 0 and not path.endswith((".txt", ".py")):  # which would be an empty document
         return
     if path.endswith(".parquet"):
-        yield from _shares(
-            Chunk(source, "parquet", path, 0, 0, size), parquet_groups(path, text_key), chunk_bytes
-        )
+        file = Chunk(source, "parquet", path, 0, 0, size)
+        yield from _shares(file, parquet_groups(path, text_key), chunk_bytes)
     elif path.endswith(".arrow"):
-        yield from _shares(
-            Chunk(source, "arrow", path, 0, 0, size), arrow_batches(path, text_key), chunk_bytes
-        )
+        file = Chunk(source, "arrow", path, 0, 0, size)
+        yield from _shares(file, arrow_batches(path, text_key), chunk_bytes)
     elif path.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         step = size if _is_compressed(path) else chunk_bytes
         for start in range(0, size, step):
@@ -208,15 +226,11 @@ def _grouped(chunks: Iterator[Chunk], group_bytes: int) -> Iterator[Chunk]:
     """Joins text files that follow one another, up to `group_bytes` together."""
     group: Chunk | None = None
     for chunk in chunks:
-        if (
-            group is not None
-            and group.reader == chunk.reader == "text"
-            and group.size + chunk.size <= group_bytes
-        ):
-            size = group.size + chunk.size
-            group = replace(group, stop=size, size=size, others=(*group.others, chunk.path))
-            continue
         if group is not None:
+            size = group.size + chunk.size
+            if group.reader == chunk.reader == "text" and size <= group_bytes:
+                group = replace(group, stop=size, size=size, others=(*group.others, chunk.path))
+                continue
             yield group
         group = chunk
     if group is not None:

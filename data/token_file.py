@@ -246,6 +246,18 @@ class TokenFile:
         stop = int(self._pointers[end - 1]) // self.dtype.itemsize + int(self._lengths[end - 1])
         return self._tokens[start:stop]
 
+    def document_lengths(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Tokens of every document, for about a million documents at a time.
+
+        Raises ValueError if the index is damaged.
+        """
+        for start in range(0, self.document_count, _BLOCK):
+            first = self._first_sequences[start : start + _BLOCK + 1].astype(np.int64)
+            if first[0] < 0 or first[-1] > len(self._lengths) or (np.diff(first) < 0).any():
+                raise ValueError(f"{self._idx_path}: its documents are out of order: damaged")
+            ends = np.cumsum(self._lengths[first[0] : first[-1]], dtype=np.int64)
+            yield np.diff(np.concatenate(([0], ends))[first - first[0]])
+
     def blocks(self) -> Iterator[TokenArray]:
         """All tokens, about a million at a time."""
         for start in range(0, self.token_count, _BLOCK):

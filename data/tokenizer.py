@@ -85,6 +85,10 @@ class Tokenizer(abc.ABC):
         """The text of ids; special tokens have none."""
 
     @abc.abstractmethod
+    def token_name(self, token: int) -> str | None:
+        """The token as the vocabulary spells it; None if no token has this id."""
+
+    @abc.abstractmethod
     def reference_encode_batch(self, texts: Sequence[str]) -> Encoded:
         """`encode_batch` by the library that defines this kind of tokenizer."""
 
