@@ -1,9 +1,12 @@
 """A corpus, or a shard of one, from its plan.
 
 Each worker reads the chunks of a job, makes them tokens and writes them as chunks/N. This process
-adds the jobs' folders in order to the output and removes them, so that the disk holds the corpus
-about once: at most the largest job and what the workers are ahead by are there beside it. Where
-duplicates are dropped, all jobs come before the first is added.
+adds the jobs' folders in order to the output and, after each commit, removes them, so that the disk
+holds the corpus once and beside it 64 MB or the largest job. Where duplicates are dropped, all jobs
+come before the first is added.
+
+Memory, whatever the corpus and its documents: some 200 MB a worker and as much here, half of it the
+interpreter and its libraries. It grows only with the number of files: the plan is a list.
 """
 
 from __future__ import annotations
