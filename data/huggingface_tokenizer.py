@@ -15,11 +15,9 @@ import tokenizers
 
 from data.fast_encoder import Backend, checked_encoder, huggingface_encoder
 from data.manifest import TokenizerRecord
-from data.tokenizer import NAME_THE_END, Encoded, Tokenizer
+from data.tokenizer import NAME_THE_END, ROLES, Encoded, Tokenizer
 
 _CONFIG_NAMES = ("tokenizer_config.json", "special_tokens_map.json")
-
-_ROLES = ("bos", "eos", "unk", "pad")
 
 # What ends documents, by the names that published tokenizers use.
 _WELL_KNOWN_ENDS = (
@@ -64,7 +62,7 @@ class HuggingFaceTokenizer(Tokenizer):
         roles = _named_roles(path, files)
         roles["eos"] = _end_of_document(path, vocabulary, end_of_document, roles.get("eos"))
         self.special_tokens = {
-            role: vocabulary[roles[role]] for role in _ROLES if roles.get(role) in vocabulary
+            role: vocabulary[roles[role]] for role in ROLES if roles.get(role) in vocabulary
         }
         self.end_of_document = self.special_tokens["eos"]
         _make_special(content, roles["eos"], self.end_of_document)
@@ -198,7 +196,7 @@ def _named_roles(path: Path, files: dict[str, bytes]) -> dict[str, str]:
     roles: dict[str, str] = {}
     for name in reversed(_CONFIG_NAMES):
         config = _parsed(path.with_name(name), files[name]) if name in files else {}
-        for role in _ROLES:
+        for role in ROLES:
             token = config.get(f"{role}_token")
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):

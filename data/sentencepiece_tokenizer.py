@@ -12,9 +12,7 @@ import sentencepiece
 
 from data.fast_encoder import Backend, checked_encoder, sentencepiece_encoder
 from data.manifest import TokenizerRecord
-from data.tokenizer import NAME_THE_END, Encoded, Tokenizer
-
-SPECIAL_TOKENS = {"unk": 0, "bos": 1, "eos": 2, "pad": 3}
+from data.tokenizer import NAME_THE_END, ROLES, Encoded, Tokenizer
 
 # sentencepiece writes a space as this character inside its pieces, so that it cannot tell the two
 # apart in a text.
@@ -39,6 +37,8 @@ class SentencePieceTokenizer(Tokenizer):
     ) -> None:
         (model,) = files.values()
         try:
+            if not model:
+                raise RuntimeError("empty")  # the library would wait for another
             self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError:
             raise ValueError(f"{path}: not a sentencepiece model") from None
@@ -46,7 +46,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocabulary_size = self._model.vocab_size()
         self.end_of_document = self._end(end_of_document)
         # A special token that a model lacks has the id -1.
-        roles = {name: getattr(self._model, f"{name}_id")() for name in SPECIAL_TOKENS}
+        roles = {name: getattr(self._model, f"{name}_id")() for name in ROLES}
         roles["eos"] = self.end_of_document
         self.special_tokens = {name: token for name, token in roles.items() if token >= 0}
         symbol = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()]

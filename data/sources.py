@@ -189,7 +189,7 @@ def _dataset_chunks(source: int, reading: Reading, chunk_bytes: int) -> Iterator
 
 def _file_chunks(source: int, path: str, text_key: str, chunk_bytes: int) -> Iterator[Chunk]:
     size = os.path.getsize(path)
-    if size == 0:
+    if size == 0 and not path.endswith((".txt", ".py")):  # which would be an empty document
         return
     if path.endswith(".parquet"):
         file = Chunk(source, "parquet", path, 0, 0, size)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 Encoded = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
 """([tokens] ids of all texts, one after another, [texts] tokens of each)."""
 
+ROLES = ("unk", "bos", "eos", "pad")
+
 NAME_THE_END = "name it with --end-of-document TOKEN (end_of_document= in Python)"
 
 # What a tokenizer made for another purpose is likely to lose.
