@@ -35,7 +35,8 @@ class Job:
 
     @property
     def size(self) -> int:
-        return sum(chunk.size for chunk in self.chunks)
+        """Bytes on disk, for progress."""
+        return sum(map(_weight, self.chunks))
 
     def __str__(self) -> str:
         first, last = self.chunks[0], self.chunks[-1]
@@ -49,8 +50,9 @@ def describe(chunk: Chunk) -> str:
         return f"{chunk.path} to {chunk.others[-1]}"
     if chunk.reader == "text" or (chunk.start, chunk.stop) == (0, chunk.size):
         return chunk.path
-    unit = {"json_lines": "bytes", "parquet": "row groups", "arrow": "record batches"}
-    return f"{chunk.path}, {unit.get(chunk.reader, 'rows')} {chunk.start:,} to {chunk.stop:,}"
+    units = {"json_lines": "bytes", "parquet": "row groups", "arrow": "record batches"}
+    unit = units.get(chunk.reader, "rows" if chunk.size else "shards")
+    return f"{chunk.path}, {unit} {chunk.start:,} to {chunk.stop:,}"
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,12 @@ class Plan:
         together: list[Chunk] = []
         size = 0
         for chunk in self.chunks:
-            if together and (size + chunk.size > _JOB_BYTES or len(together) == _JOB_CHUNKS):
+            weight = _weight(chunk)
+            if together and (size + weight > _JOB_BYTES or len(together) == _JOB_CHUNKS):
                 yield Job(next(numbers), tuple(together))
                 together, size = [], 0
             together.append(chunk)
-            size += chunk.size
+            size += weight
         if together:
             yield Job(next(numbers), tuple(together))
 
@@ -102,13 +105,18 @@ def make_plan(reading: Reading, shard: tuple[int, int] | None) -> Plan:
 
 def _shard(chunks: list[Chunk], number: int, count: int) -> Iterator[Chunk]:
     """The chunks whose middle lies within the shard's share of all bytes."""
-    total = sum(chunk.size for chunk in chunks)
+    total = sum(map(_weight, chunks))
     start = 0
     for chunk in chunks:
-        middle = 2 * start + chunk.size
+        middle = 2 * start + _weight(chunk)
         if min(count - 1, middle * count // max(1, 2 * total)) == number:
             yield chunk
-        start += chunk.size
+        start += _weight(chunk)
+
+
+def _weight(chunk: Chunk) -> int:
+    """Its bytes; what is not known, as of a streamed dataset, is worth a job of its own."""
+    return _JOB_BYTES if chunk.reader == "datasets" and chunk.size == 0 else chunk.size
 
 
 def plan_lines(plan: Plan, inputs: Inputs, shard: ShardRecord | None) -> Iterator[str]:

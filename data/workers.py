@@ -137,6 +137,8 @@ class WorkerPool(Generic[Job]):
 def _work(
     connection: Connection, make_handler: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
+    # One core each: Hugging Face's library would take all of them in every worker.
+    os.putenv("TOKENIZERS_PARALLELISM", "false")
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
         handler = make_handler(*arguments)

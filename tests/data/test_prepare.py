@@ -247,6 +247,65 @@ def test_tokenizer_that_loses_text(prepare: Command, tmp_path: Path) -> None:
     assert manifest.splits["train"].documents == 2
 
 
+def test_a_tokenizer_json(command: Command, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Reference
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    reference = Reference(models.BPE())
+    reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    reference.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(  # type: ignore[call-arg]  # its stub names no keywords
+        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    reference.train_from_iterator(TEXTS, trainer)
+    reference.enable_truncation(16)  # DP-31: nothing is cut off
+    reference.save(str(tmp_path / "tokenizer.json"))
+    reference.no_truncation()
+    texts = ["many <|word|> " * 50, *TEXTS]
+    command(
+        "data.prepare", "--source", write_jsonl(tmp_path / "x.jsonl", texts), "--tokenizer",
+        tmp_path / "tokenizer.json", "--end-of-document", "<|end|>", "--output", tmp_path / "out",
+        "--workers", "2", "--validation-fraction", "0",
+    )  # fmt: skip
+    end = reference.token_to_id("<|end|>")
+    file = TokenFile(tmp_path / "out" / "train")
+    found = [file.document(i).tolist() for i in range(file.document_count)]
+    assert found == [[*reference.encode(text).ids, end] for text in texts]
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_sources_of_all_kinds(prepare: Command, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    import gzip
+
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    texts = [f"document {i} " * (i + 1) for i in range(12)]
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "a.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts[:3]).encode())
+    )
+    pyarrow.parquet.write_table(
+        pa.table({"text": texts[3:6]}), folder / "b.parquet", row_group_size=2
+    )
+    (folder / "c.txt").write_text(texts[6])
+    (folder / "d.txt").write_text("")
+    (folder / "e.txt").write_text(texts[7])
+    datasets.Dataset.from_dict({"text": texts[8:]}).save_to_disk(tmp_path / "saved")
+    hub = f"hf:{tmp_path / 'saved'}"
+    done = prepare(folder, "--source", hub, "--workers", "2", "--validation-fraction", "0")
+    assert "1 empty" in done.stdout
+    file = TokenFile(tmp_path / "out" / "train")
+    decoded = [tokenizer.decode(file.document(i)[:-1].tolist()) for i in range(file.document_count)]
+    assert decoded == texts
+    manifest = read_manifest(tmp_path / "out" / "train")
+    assert manifest is not None
+    assert [source.files for source in manifest.inputs.sources] == [5, 1]
+
+
 def test_corpus_and_manifest_agree(prepare: Command, tmp_path: Path) -> None:
     prepare(write_jsonl(tmp_path / "x.jsonl", TEXTS), "--validation-fraction", "0")
     prefix = tmp_path / "out" / "train"
