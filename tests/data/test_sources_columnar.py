@@ -90,7 +90,7 @@ def test_tables_without_the_text(tmp_path: Path, write: Write) -> None:
 
 
 @pytest.mark.parametrize("write", KINDS)
-@pytest.mark.parametrize("keep", [0.3, 0.95])
+@pytest.mark.parametrize("keep", [0, 0.3, 0.95])
 def test_cut_files(tmp_path: Path, write: Write, keep: float) -> None:
     write(pa.table({"text": TEXTS}), tmp_path / "x", 9)
     (file,) = tmp_path.iterdir()
