@@ -20,6 +20,9 @@ def test_small_files_are_done_together(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     assert [job.number for job in jobs] == list(range(6))
     assert (str(jobs[0]), str(jobs[1])) == ("0 to 1", "2")
+    assert str(Job(0, (replace(file, others=("y", "z")),))) == "x to z"
+    lines = replace(file, reader="json_lines", start=4000, stop=8000, size=4000)
+    assert str(Job(0, (lines,))) == "x, bytes 4,000 to 8,000"
 
 
 def test_parts_of_a_streamed_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
