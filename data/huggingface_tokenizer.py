@@ -25,9 +25,6 @@ _WELL_KNOWN_ENDS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
 
-# The library keeps some hundred bytes for each token until its ids are taken.
-_BATCH_CHARACTERS = 1 << 18
-
 
 def read_files(path: Path) -> dict[str, bytes]:
     """A tokenizer.json, and what lies beside it to name its special tokens."""
@@ -106,13 +103,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def reference_encode_batch(self, texts: Sequence[str]) -> Encoded:
         tokens = [np.empty(0, np.int32)]
         lengths = []
-        for batch in _batches(texts):
-            parts = [self._parts(text) for text in batch]
-            encoded = iter(self._encode_parts([part for cut in parts for part in cut]))
-            for cut in parts:
-                pieces = [next(encoded) for _ in cut]
-                tokens += pieces
-                lengths.append(sum(map(len, pieces)))
+        for text in texts:
+            pieces = [self._encode_part(part) for part in self._parts(text)]
+            tokens += pieces
+            lengths.append(sum(map(len, pieces)))
         return np.concatenate(tokens), np.array(lengths, np.int32)
 
     def _parts(self, text: str) -> list[str]:
@@ -122,9 +116,11 @@ class HuggingFaceTokenizer(Tokenizer):
         ends = [found.end() for found in self._reachable.finditer(text)]
         return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
 
-    def _encode_parts(self, parts: list[str]) -> list[npt.NDArray[np.int32]]:
-        encodings = self._tokenizer.encode_batch_fast(parts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+    def _encode_part(self, text: str) -> npt.NDArray[np.int32]:
+        # The method for batches computes no offsets, which saves a fifth of the time. One text at
+        # a time keeps it on one thread, and its hundred bytes a token alive for one text only.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, np.int32)
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -137,18 +133,6 @@ class HuggingFaceTokenizer(Tokenizer):
     def token_name(self, token: int) -> str | None:
         name: str | None = self._tokenizer.id_to_token(token)
         return name
-
-
-def _batches(texts: Sequence[str]) -> list[list[str]]:
-    batches: list[list[str]] = []
-    characters = 0
-    for text in texts:
-        if not batches or characters + len(text) > _BATCH_CHARACTERS:
-            batches.append([])
-            characters = 0
-        batches[-1].append(text)
-        characters += len(text)
-    return batches
 
 
 def _parsed(path: Path, content: bytes) -> dict[str, Any]:

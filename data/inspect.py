@@ -104,7 +104,11 @@ def find_tokenizer(corpus: Corpus, given: Path | None) -> Tokenizer | None:
 
 def show_manifest(console: Console, corpus: Corpus) -> None:
     if corpus.manifest is None:
-        console.print(f"{corpus.folder}: no {MANIFEST_NAME}: made by another tool", markup=False)
+        console.print(
+            f"{corpus.folder}: no {MANIFEST_NAME}: made by another tool",
+            markup=False,
+            soft_wrap=True,
+        )
         return
     table = Table(box=None, show_header=False)
     table.add_column()
@@ -133,6 +137,7 @@ def show_statistics(console: Console, prefix: Path) -> None:
         f"\n{prefix}: {file.document_count:,} documents, {file.token_count:,} tokens "
         f"({file.dtype.name})",
         markup=False,
+        soft_wrap=True,
     )
     if lengths is None:
         return
@@ -140,6 +145,7 @@ def show_statistics(console: Console, prefix: Path) -> None:
         f"tokens of a document: min {lengths.minimum:,}, median {lengths.median:,}, mean "
         f"{lengths.mean:,.1f}, p99 {lengths.p99:,}, max {lengths.maximum:,}",
         markup=False,
+        soft_wrap=True,
     )
     console.print(_histogram(lengths))
 
@@ -293,6 +299,8 @@ def _progress(prefix: Path) -> Iterator[ReportBytes]:
 def _run(arguments: argparse.Namespace) -> int:
     if (arguments.sample is None) != (arguments.sequence_length is None):
         raise ValueError("--sample N and --sequence-length L go together")
+    if arguments.sequence_length is not None and arguments.sequence_length < 1:
+        raise ValueError(f"--sequence-length {arguments.sequence_length}: expected 1 or more")
     if arguments.ids and arguments.document is None and arguments.sample is None:
         raise ValueError("--ids shows the tokens of a --document N or a --sample N")
     if arguments.verify:

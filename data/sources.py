@@ -189,18 +189,17 @@ def _dataset_chunks(source: int, reading: Reading, chunk_bytes: int) -> Iterator
 
 def _file_chunks(source: int, path: str, text_key: str, chunk_bytes: int) -> Iterator[Chunk]:
     size = os.path.getsize(path)
-    if size == 0 and not path.endswith((".txt", ".py")):  # which would be an empty document
-        return
     if path.endswith(".parquet"):
         file = Chunk(source, "parquet", path, 0, 0, size)
         yield from _shares(file, parquet_groups(path, text_key), chunk_bytes)
     elif path.endswith(".arrow"):
         file = Chunk(source, "arrow", path, 0, 0, size)
         yield from _shares(file, arrow_batches(path, text_key), chunk_bytes)
-    elif path.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-        step = size if _is_compressed(path) else chunk_bytes
-        for start in range(0, size, step):
-            stop = min(start + step, size)
+    elif _is_compressed(path):
+        yield Chunk(source, "json_lines", path, 0, size, size)
+    elif path.endswith(".jsonl"):
+        for start in range(0, size, chunk_bytes):
+            stop = min(start + chunk_bytes, size)
             yield Chunk(source, "json_lines", path, start, stop, stop - start)
     else:
         yield Chunk(source, "text", path, 0, size, size)

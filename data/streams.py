@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +15,9 @@ import zstandard
 
 BLOCK_BYTES = 1 << 18
 
-# zstd shrinks a run of one character 30,000 times: a block as large as the others could become
-# gigabytes at once.
-_ZSTANDARD_BYTES = 1 << 11
+# zstd shrinks repetitions up to 30,000 times: what larger blocks hold could be gigabytes, and comes
+# out at once.
+_ZSTANDARD_BYTES = 1 << 8
 
 
 @contextmanager
@@ -27,7 +28,10 @@ def opened(path: str | Path) -> Iterator[io.BufferedReader]:
     """
     try:
         with open(path, "rb", BLOCK_BYTES) as raw:
-            yield _decompressed(raw, Path(path).suffix)
+            suffix = Path(path).suffix
+            if suffix in (".gz", ".zst") and os.fstat(raw.fileno()).st_size == 0:
+                raise EOFError("it is empty")
+            yield _decompressed(raw, suffix)
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as problem:
         raise ValueError(f"{path}: truncated or damaged compressed file: {problem}") from None
 

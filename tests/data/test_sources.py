@@ -90,7 +90,7 @@ def test_invalid_text_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-@pytest.mark.parametrize("cut", [-1, -9, 20])
+@pytest.mark.parametrize("cut", [-1, -9, 20, 0])
 def test_cut_compressed_files(tmp_path: Path, suffix: str, cut: int) -> None:
     compress = gzip.compress if suffix == "gz" else zstandard.compress
     path = tmp_path / f"x.jsonl.{suffix}"
@@ -200,10 +200,11 @@ def test_plan_groups_small_texts_and_skips_empty_files(tmp_path: Path) -> None:
     (tmp_path / "more.jsonl").write_text('{"text": "m"}')
     reading = Reading((str(tmp_path),))
     chunks = plan_chunks(reading, chunk_bytes=64 * 100)
-    # Of 10, 20, ... 90 bytes; never above 100 together: 10 + 20 + 30 + 40, then each alone.
+    # Of 0, 10, 20, ... 90 bytes; never above 100 together: 0 + 10 + 20 + 30 + 40, then each alone.
+    # An empty text is a document, to be counted as such; a file without lines holds none.
     assert [(chunk.size, 1 + len(chunk.others)) for chunk in chunks] == [
-        (100, 4),
+        (100, 5),
         *((size, 1) for size in (50, 60, 70, 80, 90, 13)),
     ]
     texts = [item.text for chunk in chunks for item in read_chunk(chunk, reading)]  # type: ignore[union-attr]
-    assert texts == ["t" * 10 * i for i in range(1, 10)] + ["m"]
+    assert texts == ["t" * 10 * i for i in range(10)] + ["m"]

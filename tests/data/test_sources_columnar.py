@@ -63,12 +63,16 @@ def test_rows_are_documents(tmp_path: Path, write: Write, kind: pa.DataType) -> 
 
 
 @pytest.mark.parametrize("write", KINDS)
-def test_nulls_and_broken_unicode_are_invalid_documents(tmp_path: Path, write: Write) -> None:
+@pytest.mark.parametrize(("rows", "chunk_bytes"), [(2, 1), (2, 1 << 20), (5, 1)])
+def test_nulls_and_broken_unicode_are_invalid_documents(
+    tmp_path: Path, write: Write, rows: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.columnar._MAXIMUM_BATCH_ROWS", 2)
     # Arrow takes any bytes for a string where told to.
     binary = pa.array([b"a", None, b"\xff", b"\xc3\xa9", b""], pa.binary())
     text = pa.Array.from_buffers(pa.string(), 5, binary.buffers())
-    write(pa.table({"text": text}), tmp_path / "x", 2)
-    texts, problems = read(tmp_path, chunk_bytes=1)
+    write(pa.table({"text": text}), tmp_path / "x", rows)
+    texts, problems = read(tmp_path, chunk_bytes)
     assert texts == ["a", "\u00e9", ""]
     (file,) = tmp_path.iterdir()
     assert problems == [
@@ -90,7 +94,7 @@ def test_tables_without_the_text(tmp_path: Path, write: Write) -> None:
 
 
 @pytest.mark.parametrize("write", KINDS)
-@pytest.mark.parametrize("keep", [0.3, 0.95])
+@pytest.mark.parametrize("keep", [0, 0.3, 0.95])
 def test_cut_files(tmp_path: Path, write: Write, keep: float) -> None:
     write(pa.table({"text": TEXTS}), tmp_path / "x", 9)
     (file,) = tmp_path.iterdir()

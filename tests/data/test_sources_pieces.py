@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
+import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -81,3 +83,26 @@ def test_long_documents_come_in_pieces(tmp_path: Path, name: str) -> None:
     assert PIECE_CHARACTERS == 2**20 == 25 * 41_943 + 1
     assert len(pieces[0].text) == 25 * 41_942 + 16
     assert all(re.match(" [A-Za-z]", piece.text) for piece in pieces[1:])
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.jsonl.zst"])
+def test_memory_does_not_grow_with_a_document(tmp_path: Path, name: str) -> None:
+    size = 1 << 26
+    content = b"some words " * (size // 11)
+    if name != "x.txt":
+        content = b'{"text": "%b"}' % content
+    if name.endswith(".zst"):
+        content = zstandard.compress(content)
+    (tmp_path / name).write_bytes(content)
+    del content
+    reading = Reading((str(tmp_path),))
+    (chunk,) = plan_chunks(reading, chunk_bytes=2 * size)
+    tracemalloc.start()
+    try:
+        characters = sum(len(item.text) for item in read_chunk(chunk, reading))  # type: ignore[union-attr]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert characters == size // 11 * 11
+    # A line is read up to LONG_LINE_BYTES, 4 MiB; pieces of 1 MiB are held and joined.
+    assert peak < size / 3

@@ -66,6 +66,9 @@ def test_text_of_a_special_token_stays_text(saved: Build, text: str, fast: bool)
     assert (tokenizer.fast is not None) == fast
     assert tokenizer.end_of_document == 300
     ids = tokenizer.encode(text)
+    without = json.loads(path.read_text())
+    without["added_tokens"] = []
+    assert ids == Tokenizer.from_str(json.dumps(without)).encode(text).ids
     assert not {0, 300} & set(ids)
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode([0, *ids, 300]) == text
