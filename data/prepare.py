@@ -2,238 +2,110 @@
 
     python -m data.prepare --source python-stdlib --tokenizer tokenizer.model --output corpus
 
-writes corpus/train.bin and .idx, validation.bin and .idx, tokenizer.model (a copy) and
-manifest.json. Every document ends with the end-of-document token. Documents of zero characters are
-skipped and counted; whitespace is text like any other. Which documents are held out for validation
-depends on their text alone. The output is the same, to the byte, for any number of workers.
+writes corpus/train.bin and .idx, validation.bin and .idx, a copy of the tokenizer and
+manifest.json. Every document ends with the end-of-document token. Documents of zero characters, or
+of zero tokens, are skipped and counted; whitespace is text like any other. Which documents are held
+out for validation depends on their text alone. Documents stay in the order of the sources as given
+and of their files' names, so that the output is the same, to the byte, for any number of workers.
+
+The work is done in OUTPUT.partial, which a call that was killed leaves behind; the same command
+then goes on from it. Where one machine is too slow, `--shard i/n` makes one of n parts, i from 0 to
+n - 1, and `python -m data.merge` joins them.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
-import secrets
-import shutil
 import sys
-from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import (
-    FileSizeColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
+from data.encoding import Options
+from data.manifest import Inputs, ShardRecord
+from data.partial import run_command
+from data.plan import Plan, make_plan
+from data.preparation import prepare
+from data.prepared import find_prepared, print_report
+from data.sources import Invalid, Reading, read_chunk
+from data.tokenizer import load_tokenizer
 
-from data.encoding import TRAIN, VALIDATION, encode_chunks
-from data.manifest import (
-    MANIFEST_NAME,
-    Inputs,
-    Manifest,
-    Skipped,
-    SourceRecord,
-    TokenizerRecord,
-    read_manifest,
-)
-from data.sources import raise_problem, read_documents, source_files
-from data.token_file import TokenFile, TokenFileWriter
-from data.tokenizer import Tokenizer, write_atomically
-
-# Documents are handed to workers in chunks of at least this many characters: large enough that
-# handing over costs nothing, small enough that two a worker cost no memory.
-_CHUNK_CHARACTERS = 1 << 19
+# What a tokenizer's fast backend is compared with its reference on.
+_SAMPLE_PIECES, _SAMPLE_CHARACTERS = 64, 4096
 
 
-def prepare(inputs: Inputs, tokenizer: Tokenizer, output: Path, workers: int) -> Manifest:
-    """Writes the folder `output`, all of it or nothing.
+def _text_sample(plan: Plan, reading: Reading) -> tuple[str, ...]:
+    """Text from the first documents."""
+    items = (item for chunk in plan.chunks for item in read_chunk(chunk, reading))
+    return tuple(
+        item.text[:_SAMPLE_CHARACTERS]
+        for item in itertools.islice(items, _SAMPLE_PIECES)
+        if not isinstance(item, Invalid)
+    )
 
-    Raises:
-        ValueError: a source or document is invalid, or a split would be empty.
-        OSError: a file cannot be read or written, or the disk is full.
-    """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f"{output.name}.partial-{secrets.token_hex(4)}")
-    partial.mkdir()
+
+def _shard(text: str) -> tuple[int, int]:
     try:
-        manifest = _write_splits(inputs, tokenizer, partial, workers)
-        write_atomically(partial / "tokenizer.model", tokenizer.path.read_bytes())
-        write_atomically(
-            partial / MANIFEST_NAME, manifest.model_dump_json(indent=2).encode() + b"\n"
-        )
-        _flush_folder(partial)
-        partial.rename(output)
-        _flush_folder(output.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return manifest
+        number, count = map(int, text.split("/"))
+    except ValueError:
+        raise ValueError(f"--shard {text}: expected i/n, such as 0/4") from None
+    if not 0 <= number < count:
+        raise ValueError(f"--shard {text}: shards of {count} have the numbers 0 to {count - 1}")
+    return number, count
 
 
-def _write_splits(inputs: Inputs, tokenizer: Tokenizer, folder: Path, workers: int) -> Manifest:
-    source = _Source(inputs)
-    names = [TRAIN, VALIDATION] if inputs.validation_fraction > 0 else [TRAIN]
-    with ExitStack() as stack, _progress() as progress:
-        writers = {
-            name: stack.enter_context(TokenFileWriter(folder / name, tokenizer.vocabulary_size))
-            for name in names
-        }
-        task = progress.add_task("prepare", total=None, documents=0)
-        for encoded in encode_chunks(
-            source.chunks(), tokenizer.path, inputs.validation_fraction, workers
-        ):
-            for name, lengths in encoded.lengths.items():
-                writers[name].append(encoded.tokens[name], lengths)
-            progress.update(task, advance=encoded.text_bytes, documents=source.documents)
-        if source.documents == 0:
-            raise ValueError(
-                f"the sources hold no text: {source.empty:,} documents are empty and "
-                f"{source.invalid:,} invalid"
-            )
-        for name, writer in writers.items():
-            if writer.token_count == 0:
-                raise ValueError(
-                    f"none of the {source.documents:,} documents falls into the {name} split at "
-                    f"--validation-fraction {inputs.validation_fraction}: choose another fraction "
-                    "(0 for no validation split), or cut the text into more documents"
-                )
-    return Manifest(
-        inputs=inputs,
-        dtype=writers[TRAIN].dtype.name,
-        splits={name: writer.record for name, writer in writers.items()},
-        skipped=Skipped(empty=source.empty, invalid=source.invalid),
-    )
-
-
-def _flush_folder(folder: Path) -> None:
-    """Makes the names in a folder survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _progress() -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}: {task.fields[documents]:,} documents"),
-        FileSizeColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-    )
-
-
-class _Source:
-    """Reads documents in chunks, and counts them."""
-
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs = inputs
-        self.documents = self.empty = self.invalid = 0
-
-    def chunks(self) -> Iterator[list[str]]:
-        chunk: list[str] = []
-        characters = 0
-        for document in read_documents(
-            [record.source for record in self.inputs.sources],
-            text_key=self.inputs.text_key,
-            on_invalid=self._skip if self.inputs.skip_invalid else raise_problem,
-        ):
-            if not document:
-                self.empty += 1
-                continue
-            self.documents += 1
-            chunk.append(document)
-            characters += len(document)
-            if characters >= _CHUNK_CHARACTERS:
-                yield chunk
-                chunk, characters = [], 0
-        if chunk:
-            yield chunk
-
-    def _skip(self, problem: ValueError) -> None:
-        self.invalid += 1
-        print(f"skipped: {problem}", file=sys.stderr)
-
-
-def find_prepared(output: Path, inputs: Inputs) -> Manifest | None:
-    """The manifest of `output` if it was prepared from exactly these inputs; None if it is free.
-
-    Raises ValueError if it holds anything else, or if its files are damaged.
-    """
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return None
-    manifest = read_manifest(output / TRAIN)
-    if manifest is None:
-        raise ValueError(
-            f"{output} exists but holds no prepared corpus: remove it or choose another --output"
-        )
-    found, wanted = manifest.inputs.model_dump(), inputs.model_dump()
-    for key in wanted:
-        if found[key] != wanted[key]:
-            raise ValueError(
-                f"{output} holds another corpus: its {key} is {found[key]}, not {wanted[key]}; "
-                "remove it or choose another --output"
-            )
-    for name in manifest.splits:
-        TokenFile(output / name)
-    return manifest
-
-
-def _summary(manifest: Manifest, output: Path) -> str:
-    splits = "; ".join(
-        f"{name} {split.documents:,} documents, {split.tokens:,} tokens"
-        for name, split in manifest.splits.items()
-    )
-    return (
-        f"{output}: {splits} ({manifest.dtype}); documents skipped: "
-        f"{manifest.skipped.empty:,} empty, {manifest.skipped.invalid:,} invalid"
-    )
-
-
-def _inputs(arguments: argparse.Namespace, tokenizer: Tokenizer) -> Inputs:
+def _run(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.validation_fraction < 1:
         raise ValueError(
             f"--validation-fraction {arguments.validation_fraction}: expected 0 or more, below 1"
         )
     if arguments.workers < 1:
         raise ValueError(f"--workers {arguments.workers}: expected 1 or more")
-    sources = []
-    for source in arguments.source:
-        files = source_files(source)
-        size = sum(path.stat().st_size for path in files)
-        sources.append(SourceRecord(source=source, files=len(files), bytes=size))
-    return Inputs(
-        sources=tuple(sources),
-        tokenizer=TokenizerRecord.model_validate(tokenizer.identity),
-        text_key=arguments.text_key,
-        skip_invalid=arguments.skip_invalid,
-        validation_fraction=arguments.validation_fraction,
+    shard = None if arguments.shard is None else _shard(arguments.shard)
+    reading = Reading(
+        tuple(arguments.source), arguments.text_key, arguments.split, arguments.streaming
     )
-
-
-def _run(arguments: argparse.Namespace) -> None:
-    tokenizer = Tokenizer(arguments.tokenizer)
+    plan = make_plan(reading, shard)
+    tokenizer = load_tokenizer(
+        arguments.tokenizer,
+        end_of_document=arguments.end_of_document,
+        sample=_text_sample(plan, reading),
+    )
     if not tokenizer.lossless:
         print(f"warning: {tokenizer.path} does not keep text to the byte", file=sys.stderr)
-    inputs = _inputs(arguments, tokenizer)
+    for notice in tokenizer.notices:
+        print(f"notice: {notice}", file=sys.stderr)
+    options = Options(
+        reading=reading,
+        validation_fraction=arguments.validation_fraction,
+        skip_invalid=arguments.skip_invalid,
+        deduplicate=arguments.deduplicate,
+    )
+    inputs = Inputs(
+        sources=plan.sources,
+        tokenizer=tokenizer.identity,
+        text_key=reading.text_key,
+        split=reading.split,
+        streaming=reading.streaming,
+        skip_invalid=options.skip_invalid,
+        deduplicate=options.deduplicate,
+        validation_fraction=options.validation_fraction,
+    )
+    record = ShardRecord(number=shard[0], count=shard[1], plan=plan.digest) if shard else None
     output = arguments.output
-    manifest = find_prepared(output, inputs)
+    manifest = find_prepared(output, inputs, record)
     if manifest is not None:
-        print(f"already prepared: {_summary(manifest, output)}")
+        print_report(manifest, output, "already prepared: ")
         return
-    manifest = prepare(inputs, tokenizer, output, arguments.workers)
-    print(_summary(manifest, output))
+    manifest = prepare(plan, inputs, record, options, tokenizer, output, arguments.workers)
+    print_report(manifest, output)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m data.prepare",
-        description="Turns text into token files for training.",
+        description="Turns text into token files for training. Run again after it was killed, the "
+        "same command goes on from where it was.",
         epilog="example: python -m data.prepare --source python-stdlib --tokenizer tokenizer.model "
         "--output corpus",
     )
@@ -241,39 +113,51 @@ def _parser() -> argparse.ArgumentParser:
         "--source",
         action="append",
         required=True,
-        help=".txt, .jsonl, .jsonl.gz or .jsonl.zst file, a folder of them, or python-stdlib; "
-        "may be given repeatedly",
+        help=".txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow file, a folder or pattern of "
+        "them, hf:NAME for a Hugging Face dataset, or python-stdlib; may be given repeatedly",
     )
-    parser.add_argument("--tokenizer", type=Path, required=True, help="sentencepiece model")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        help="sentencepiece .model, tokenizer.json, or folder of one",
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to create")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)"
+    )
     parser.add_argument(
         "--validation-fraction",
         type=float,
         default=0.01,
         help="share of the documents held out (default: %(default)s)",
     )
-    parser.add_argument("--text-key", default="text", help="key of the text in JSON lines")
+    parser.add_argument("--text-key", default="text", help="key or column that holds the text")
+    parser.add_argument("--split", default="train", help="of Hugging Face datasets")
+    parser.add_argument(
+        "--streaming", action="store_true", help="read Hugging Face datasets without a copy on disk"
+    )
+    parser.add_argument(
+        "--end-of-document", metavar="TOKEN", help="where the tokenizer does not name its own"
+    )
     parser.add_argument(
         "--skip-invalid", action="store_true", help="leave out and list invalid documents"
+    )
+    parser.add_argument(
+        "--deduplicate", action="store_true", help="keep the first of documents of equal text"
+    )
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="prepare one of N parts, I from 0 to N - 1, to be joined with `python -m data.merge`; "
+        "in a SLURM array: $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT",
     )
     return parser
 
 
 def main() -> int:
     arguments = _parser().parse_args()
-    try:
-        _run(arguments)
-    except (ValueError, OSError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
-    except BrokenProcessPool:
-        print(
-            "error: a worker was killed, most likely for want of memory; use fewer --workers",
-            file=sys.stderr,
-        )
-        return 1
-    return 0
+    return run_command(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

@@ -1,35 +1,138 @@
 """Readers: from the name of a source to its documents.
 
-A source is a `.txt` file (one document), a `.jsonl`, `.jsonl.gz` or `.jsonl.zst` file (one document
-a line), a folder of such files, or `python-stdlib`: the source code of the running interpreter's
-standard library, which every machine has.
+A source is
+    a .txt file: one document
+    a .jsonl, .jsonl.gz or .jsonl.zst file: one document a line
+    a .parquet or .arrow file (also those of `datasets.save_to_disk`): one document a row
+    a folder of such files, or a pattern: `corpus/**/*.jsonl`
+    hf:NAME or hf:NAME:CONFIG: a dataset, from a folder or the hub, as `datasets` loads it
+    python-stdlib: the source code of the running interpreter's standard library, which every
+        machine has
 
-Text is UTF-8 whatever the locale, and kept to the byte: only a byte-order mark at the start of a
-file is dropped, and newlines are never translated.
+Files are read in the order of their paths. Text is UTF-8 whatever the locale, and kept to the byte:
+only a byte-order mark at the start of a file is dropped, and newlines are never translated.
 """
 
 from __future__ import annotations
 
-import codecs
-import gzip
-import io
-import json
-import sysconfig
-import zlib
+import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import IO, NoReturn
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
-import zstandard
+from data.columnar import arrow_batches, parquet_groups, read_arrow, read_parquet
+from data.hugging_face import HF, plan_dataset, read_dataset, saved_dataset
+from data.json_lines import read_json_lines
+from data.pieces import PIECE_CHARACTERS, Invalid, Piece
+from data.source_files import PYTHON_STDLIB, SUFFIXES, source_files
+from data.text_files import read_text
 
-PYTHON_STDLIB = "python-stdlib"
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+__all__ = [
+    "PIECE_CHARACTERS",
+    "PYTHON_STDLIB",
+    "SUFFIXES",
+    "Chunk",
+    "Invalid",
+    "Piece",
+    "Reading",
+    "plan_chunks",
+    "raise_problem",
+    "read_chunk",
+    "read_documents",
+    "source_files",
+]
 
-# Tests hold invalid encodings on purpose, and distributions package them apart; the rest is not the
-# standard library's own.
-_STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
+# Small text files are read many at a time: chunks of their own would cost more than they hold.
+_GROUPS_PER_CHUNK = 64
 
-_BLOCK_BYTES = 1 << 18
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the sources that one worker reads by itself; the plan of chunks depends on the
+    sources alone."""
+
+    source: int
+    """Index in the sources as given."""
+    reader: str
+    """text, json_lines, parquet, arrow or datasets."""
+    path: str
+    """A file, or the dataset's name."""
+    start: int
+    """First byte (json_lines), row group (parquet), record batch (arrow), row (datasets) or shard
+    (datasets streamed)."""
+    stop: int
+    """End, exclusive."""
+    size: int
+    """Bytes on disk; those of the chunks of a file add up to the file's. 0 where not known, as of
+    a streamed dataset."""
+    others: tuple[str, ...] = ()
+    """Further text files, read after `path`."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the documents are a function of, beside the files."""
+
+    sources: tuple[str, ...]
+    text_key: str = "text"
+    """Key of a JSON line, or column of a table, that holds the text."""
+    split: str = "train"
+    """Of hf: datasets."""
+    streaming: bool = False
+    """Of hf: datasets."""
+
+
+def plan_chunks(reading: Reading, chunk_bytes: int = 1 << 26) -> list[Chunk]:
+    """The parts of the sources, in the order of their documents, each of about `chunk_bytes` where
+    files can be cut.
+
+    Raises:
+        ValueError: a source matches nothing, a file twice, or a table without the text.
+        OSError: a file is missing or unreadable.
+    """
+    chunks: list[Chunk] = []
+    seen: dict[str, str] = {}
+    for number, source in enumerate(reading.sources):
+        if source.startswith(HF) and (folder := saved_dataset(source, reading.split)) is None:
+            planned = _dataset_chunks(number, reading, chunk_bytes)
+            _check_new([source], source, seen)
+        else:
+            files = source_files(str(folder) if source.startswith(HF) else source)
+            _check_new([os.path.realpath(path) for path in files], source, seen)
+            planned = itertools.chain.from_iterable(
+                _file_chunks(number, str(path), reading.text_key, chunk_bytes) for path in files
+            )
+        chunks += _grouped(planned, chunk_bytes // _GROUPS_PER_CHUNK)
+    return chunks
+
+
+def read_chunk(chunk: Chunk, reading: Reading) -> Iterator[Piece | Invalid]:
+    """The documents of one chunk, in pieces (data/pieces.py).
+
+    Raises:
+        ValueError: a file is damaged as a whole, as by a cut in compressed content.
+        OSError: a file is missing or unreadable.
+    """
+    if chunk.reader == "text":
+        for path in (chunk.path, *chunk.others):
+            yield from read_text(path)
+    elif chunk.reader == "json_lines":
+        stop = None if _is_compressed(chunk.path) else chunk.stop
+        yield from read_json_lines(chunk.path, reading.text_key, chunk.start, stop)
+    elif chunk.reader == "parquet":
+        yield from read_parquet(chunk.path, reading.text_key, chunk.start, chunk.stop)
+    elif chunk.reader == "arrow":
+        yield from read_arrow(chunk.path, reading.text_key, chunk.start, chunk.stop)
+    else:
+        yield from read_dataset(
+            chunk.path,
+            reading.text_key,
+            reading.split,
+            reading.streaming,
+            chunk.start,
+            chunk.stop,
+        )
 
 
 def raise_problem(problem: ValueError) -> NoReturn:
@@ -38,174 +141,96 @@ def raise_problem(problem: ValueError) -> NoReturn:
 
 
 def read_documents(
-    sources: Sequence[str],
-    *,
-    text_key: str = "text",
-    on_invalid: Callable[[ValueError], None] = raise_problem,
+    reading: Reading, on_invalid: Callable[[ValueError], None] = raise_problem
 ) -> Iterator[str]:
-    """Yields the documents of all sources, in an order fixed by the names of the files.
+    """Yields the whole documents of all sources, in an order fixed by the names of the files.
 
     Args:
-        sources: see the module's text.
-        text_key: the key of a JSON line that holds the text.
-        on_invalid: is called with a message naming file, line and byte for every document that is
-            not valid UTF-8 or JSON, or lacks the text; reading goes on when it returns.
+        reading: see there.
+        on_invalid: is called with a message naming file and line for every document that is not
+            valid UTF-8 or JSON, or lacks the text; reading goes on when it returns.
 
     Raises:
-        ValueError: a source matches nothing, a compressed file is damaged, or (by default) a
-            document is invalid.
+        ValueError: a source matches nothing, a file is damaged, or (by default) a document is
+            invalid.
         OSError: a file is missing or unreadable.
     """
-    for source in sources:
-        for path in source_files(source):
-            if ".jsonl" in path.suffixes:
-                yield from _read_json_lines(path, text_key, on_invalid)
+    for chunk in plan_chunks(reading):
+        pieces: list[str] = []
+        for item in read_chunk(chunk, reading):
+            if isinstance(item, Invalid):
+                on_invalid(item.problem)
+                pieces = []
             else:
-                yield from _read_text(path, on_invalid)
+                pieces.append(item.text)
+                if item.last:
+                    yield "".join(pieces)
+                    pieces = []
 
 
-def source_files(source: str) -> list[Path]:
-    """The files of one source, sorted by path. Raises ValueError or OSError if there are none."""
-    if source == PYTHON_STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
-        files = [
-            path
-            for path in root.rglob("*.py")
-            if path.is_file() and _STDLIB_EXCLUDED.isdisjoint(path.relative_to(root).parts)
-        ]
-    elif (root := Path(source)).is_dir():
-        files = [path for path in root.rglob("*") if path.is_file() and _is_supported(path)]
-    elif not root.exists():
-        raise FileNotFoundError(
-            f"source {source!r} does not exist: expected a file, a folder or {PYTHON_STDLIB!r}"
-        )
-    elif not _is_supported(root):
-        raise ValueError(f"source {source!r}: expected a file ending in {', '.join(SUFFIXES)}")
+def _check_new(identities: Sequence[str], source: str, seen: dict[str, str]) -> None:
+    """Reading a file twice would weigh its documents double, in silence."""
+    for identity in identities:
+        if identity in seen and source != PYTHON_STDLIB:
+            raise ValueError(
+                f"source {source!r}: {identity} is read already by source {seen[identity]!r}: each "
+                "file may be given once"
+            )
+        seen[identity] = source
+
+
+def _dataset_chunks(source: int, reading: Reading, chunk_bytes: int) -> Iterator[Chunk]:
+    name = reading.sources[source]
+    for start, stop, size in plan_dataset(
+        name, reading.text_key, reading.split, reading.streaming, chunk_bytes
+    ):
+        yield Chunk(source, "datasets", name, start, stop, size)
+
+
+def _file_chunks(source: int, path: str, text_key: str, chunk_bytes: int) -> Iterator[Chunk]:
+    size = os.path.getsize(path)
+    if path.endswith(".parquet"):
+        file = Chunk(source, "parquet", path, 0, 0, size)
+        yield from _shares(file, parquet_groups(path, text_key), chunk_bytes)
+    elif path.endswith(".arrow"):
+        file = Chunk(source, "arrow", path, 0, 0, size)
+        yield from _shares(file, arrow_batches(path, text_key), chunk_bytes)
+    elif _is_compressed(path):
+        yield Chunk(source, "json_lines", path, 0, size, size)
+    elif path.endswith(".jsonl"):
+        for start in range(0, size, chunk_bytes):
+            stop = min(start + chunk_bytes, size)
+            yield Chunk(source, "json_lines", path, start, stop, stop - start)
     else:
-        files = [root]
-    if not files:
-        raise ValueError(f"source {source!r}: {root} holds no file ending in {', '.join(SUFFIXES)}")
-    return sorted(files, key=Path.as_posix)
+        yield Chunk(source, "text", path, 0, size, size)
 
 
-def _is_supported(path: Path) -> bool:
-    return path.name.endswith(SUFFIXES)
+def _is_compressed(path: str) -> bool:
+    return path.endswith((".gz", ".zst"))
 
 
-def _read_text(path: Path, on_invalid: Callable[[ValueError], None]) -> Iterator[str]:
-    try:
-        document = _decode(path.read_bytes(), str(path), offset=0)
-    except ValueError as problem:
-        on_invalid(problem)
-    else:
-        yield document
+def _shares(file: Chunk, weights: Sequence[int], chunk_bytes: int) -> Iterator[Chunk]:
+    """Cuts a file between parts of these weights into chunks of about `chunk_bytes` each."""
+    total = max(1, sum(weights))
+    start = first_byte = passed = 0
+    for part, weight in enumerate(weights, start=1):
+        passed += weight
+        byte = file.size * passed // total if part < len(weights) else file.size
+        if byte - first_byte >= chunk_bytes or part == len(weights):
+            yield replace(file, start=start, stop=part, size=byte - first_byte)
+            start, first_byte = part, byte
 
 
-def _read_json_lines(
-    path: Path, text_key: str, on_invalid: Callable[[ValueError], None]
-) -> Iterator[str]:
-    offset = 0
-    for number, line in enumerate(_lines(path), start=1):
-        if line.strip():
-            try:
-                document = _parse(line, text_key, f"{path}:{number}", offset)
-            except ValueError as problem:
-                on_invalid(problem)
-            else:
-                yield document
-        offset += len(line)
-
-
-def _parse(line: bytes, text_key: str, where: str, offset: int) -> str:
-    # Without its newline, where the parser would place the fault of a line cut short.
-    content = _decode(line.rstrip(b"\r\n"), where, offset)
-    try:
-        record = json.loads(content)
-    except json.JSONDecodeError as problem:
-        raise ValueError(f"{where}: broken JSON at column {problem.colno}: {problem.msg}") from None
-    except RecursionError:
-        raise ValueError(f"{where}: broken JSON: nested too deeply") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected a JSON object, found {type(record).__name__}")
-    if text_key not in record:
-        keys = ", ".join(map(repr, record)) or "none"
-        raise ValueError(f"{where}: no key {text_key!r}; its keys are: {keys}")
-    text = record[text_key]
-    if not isinstance(text, str):
-        raise ValueError(
-            f"{where}: {text_key!r} must hold a string, found {type(text).__name__} "
-            f"({json.dumps(text)[:40]})"
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as problem:  # JSON can escape half a surrogate pair, UTF-8 cannot
-        raise ValueError(
-            f"{where}: {text_key!r} holds the lone surrogate {text[problem.start]!r} at character "
-            f"{problem.start}, which is not valid Unicode text"
-        ) from None
-    return text
-
-
-def _decode(content: bytes, where: str, offset: int) -> str:
-    """UTF-8 to text; `offset` is the place of `content` in its (decompressed) file, in bytes."""
-    if offset == 0 and content.startswith(codecs.BOM_UTF8):
-        offset = len(codecs.BOM_UTF8)
-        content = content[offset:]
-    try:
-        return content.decode()
-    except UnicodeDecodeError as problem:
-        raise ValueError(
-            f"{where}: not valid UTF-8: byte 0x{content[problem.start]:02x} at byte offset "
-            f"{offset + problem.start} ({problem.reason}); convert the file to UTF-8"
-        ) from None
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a plain or compressed file, each with its newline."""
-    try:
-        with path.open("rb") as raw, _decompressed(raw, path.suffix) as stream:
-            yield from stream
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as problem:
-        raise ValueError(f"{path}: truncated or damaged compressed file: {problem}") from None
-
-
-def _decompressed(raw: IO[bytes], suffix: str) -> IO[bytes]:
-    if suffix == ".gz":
-        return gzip.open(raw)  # type: ignore[return-value]  # GzipFile is an IO[bytes] but in name
-    if suffix == ".zst":
-        return io.BufferedReader(_ZstandardFile(raw), _BLOCK_BYTES)
-    return raw
-
-
-class _ZstandardFile(io.RawIOBase):
-    """Decompresses; unlike zstandard's own reader it does not take a cut file for a whole one."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._blocks = _decompressed_blocks(raw)
-        self._unread = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        while not self._unread:
-            block = next(self._blocks, None)
-            if block is None:
-                return 0
-            self._unread = memoryview(block)
-        count = min(len(buffer), len(self._unread))
-        buffer[:count] = self._unread[:count]
-        self._unread = self._unread[count:]
-        return count
-
-
-def _decompressed_blocks(raw: IO[bytes]) -> Iterator[bytes]:
-    frame = None
-    while block := raw.read(_BLOCK_BYTES):
-        while block:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(block)
-            block = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("the file ends within a frame")
+def _grouped(chunks: Iterator[Chunk], group_bytes: int) -> Iterator[Chunk]:
+    """Joins text files that follow one another, up to `group_bytes` together."""
+    group: Chunk | None = None
+    for chunk in chunks:
+        if group is not None:
+            size = group.size + chunk.size
+            if group.reader == chunk.reader == "text" and size <= group_bytes:
+                group = replace(group, stop=size, size=size, others=(*group.others, chunk.path))
+                continue
+            yield group
+        group = chunk
+    if group is not None:
+        yield group

@@ -22,23 +22,23 @@ import functools
 import hashlib
 import math
 import mmap
-import os
 import resource
 import struct
-from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
+from data.files import HashedFile, SyncedFile
 from data.manifest import FileRecord, SplitRecord, read_manifest
 
 TokenArray = npt.NDArray[np.integer]
 
 _HEADER = struct.Struct("<9sQBQQ")
+LENGTHS_OFFSET = _HEADER.size
+"""Where an index holds the lengths, in bytes."""
 _MAGIC = b"MMIDIDX\0\0"
 _OLDER_MAGIC = b"TNTIDX"
 _VERSION = 1
@@ -69,7 +69,7 @@ class TokenFileWriter:
     """Writes PREFIX.bin as documents come, and PREFIX.idx on leaving the `with` block without an
     error; then both are on the disk and `record` describes them.
 
-    Memory: 4 bytes a document.
+    Memory does not grow with the documents: their lengths wait in PREFIX.lengths.
     """
 
     record: SplitRecord
@@ -79,8 +79,9 @@ class TokenFileWriter:
         self.dtype = token_dtype(vocabulary_size)
         self._prefix = prefix
         self._vocabulary_size = vocabulary_size
-        self._lengths = array("i")
-        self._bin = _HashedFile(f"{prefix}.bin")
+        self._documents = 0
+        self._bin = HashedFile(f"{prefix}.bin")
+        self._lengths = SyncedFile(f"{prefix}.lengths")
 
     def append(self, tokens: TokenArray, lengths: npt.NDArray[np.int32]) -> None:
         """Adds documents.
@@ -94,9 +95,10 @@ class TokenFileWriter:
             OSError: the disk is full or unwritable.
         """
         assert len(tokens) == lengths.sum(), "lengths do not add up to the tokens"
-        _check_ids(tokens, self._vocabulary_size, f"{self._prefix}.bin")
+        check_ids(tokens, self._vocabulary_size, f"{self._prefix}.bin")
         self._bin.write(tokens.astype(self.dtype).tobytes())
-        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self._lengths.write(lengths.astype("<i4").tobytes())
+        self._documents += len(lengths)
         self.token_count += len(tokens)
 
     def __enter__(self) -> TokenFileWriter:
@@ -108,59 +110,45 @@ class TokenFileWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        file = self._bin.close()
+        self._bin.close()
+        self._lengths.close()
+        lengths = Path(f"{self._prefix}.lengths")
         if kind is None:
             self.record = SplitRecord(
-                documents=len(self._lengths),
+                documents=self._documents,
                 tokens=self.token_count,
-                bin=file,
-                idx=self._write_index(),
+                bin=self._bin.record,
+                idx=write_index(Path(f"{self._prefix}.idx"), lengths, self.dtype),
             )
+        lengths.unlink()
 
-    def _write_index(self) -> FileRecord:
-        lengths = np.frombuffer(self._lengths, np.int32)
-        count = len(lengths)
-        index = _HashedFile(f"{self._prefix}.idx")
-        index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[self.dtype], count, count + 1))
-        index.write(lengths.tobytes())
+
+def write_index(path: Path, lengths_path: Path, dtype: np.dtype[np.integer]) -> FileRecord:
+    """Writes a .idx for documents whose lengths, int32, are all that `lengths_path` holds.
+
+    Memory: a few blocks, whatever the number of documents.
+    """
+    count = lengths_path.stat().st_size // 4
+    with HashedFile(path) as index:
+        _write_index(index, count, lengths_path, dtype)
+    return index.record
+
+
+def _write_index(
+    index: HashedFile, count: int, lengths_path: Path, dtype: np.dtype[np.integer]
+) -> None:
+    index.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], count, count + 1))
+    with lengths_path.open("rb") as stream:
+        while block := stream.read(4 * _BLOCK):
+            index.write(block)
+        stream.seek(0)
         start = np.int64(0)
-        for i in range(0, count, _BLOCK):
-            ends = start + np.cumsum(lengths[i : i + _BLOCK], dtype=np.int64)
-            index.write((np.concatenate(([start], ends[:-1])) * self.dtype.itemsize).tobytes())
+        while block := stream.read(4 * _BLOCK):
+            ends = start + np.cumsum(np.frombuffer(block, "<i4"), dtype=np.int64)
+            index.write((np.concatenate(([start], ends[:-1])) * dtype.itemsize).tobytes())
             start = ends[-1]
-        for i in range(0, count + 1, _BLOCK):
-            index.write(np.arange(i, min(i + _BLOCK, count + 1), dtype=np.int64).tobytes())
-        return index.close()
-
-
-class _HashedFile:
-    """A new file whose size and checksum are known when it is closed."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._stream = open(path, "wb")  # noqa: SIM115  closed by close()
-        self._sha256 = hashlib.sha256()
-        self._bytes = 0
-
-    def write(self, content: bytes) -> None:
-        with self._naming_file():
-            self._stream.write(content)
-        self._sha256.update(content)
-        self._bytes += len(content)
-
-    def close(self) -> FileRecord:
-        with self._naming_file(), self._stream:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-        return FileRecord(bytes=self._bytes, sha256=self._sha256.hexdigest())
-
-    @contextmanager
-    def _naming_file(self) -> Iterator[None]:
-        """A failed write, as on a full disk, does not say of which file."""
-        try:
-            yield
-        except OSError as problem:
-            raise OSError(problem.errno, problem.strerror, self._path) from None
+    for i in range(0, count + 1, _BLOCK):
+        index.write(np.arange(i, min(i + _BLOCK, count + 1), dtype=np.int64).tobytes())
 
 
 class TokenFile:
@@ -346,6 +334,18 @@ class TokenFile:
     def _index_map(self) -> mmap.mmap:
         return _mapped(self._idx_path)
 
+    def document_lengths(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Tokens of every document, for about a million documents at a time.
+
+        Raises ValueError if the index is damaged.
+        """
+        for start in range(0, self.document_count, _BLOCK):
+            first = self._first_sequences[start : start + _BLOCK + 1].astype(np.int64)
+            if first[0] < 0 or first[-1] > len(self._lengths) or (np.diff(first) < 0).any():
+                raise ValueError(f"{self._idx_path}: its documents are out of order: damaged")
+            ends = np.cumsum(self._lengths[first[0] : first[-1]], dtype=np.int64)
+            yield np.diff(np.concatenate(([0], ends))[first - first[0]])
+
     def blocks(self) -> Iterator[TokenArray]:
         """All tokens, about a million at a time."""
         for start in range(0, self.token_count, _BLOCK):
@@ -368,7 +368,7 @@ def _faults_from_disk() -> int:
     return resource.getrusage(who).ru_majflt
 
 
-def _check_ids(tokens: TokenArray, vocabulary_size: int, where: str) -> None:
+def check_ids(tokens: TokenArray, vocabulary_size: int, where: str) -> None:
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocabulary_size:
         raise ValueError(
             f"{where}: token ids from {tokens.min()} to {tokens.max()} do not fit a vocabulary of "
@@ -384,7 +384,7 @@ def unigram_entropy(token_file: TokenFile, vocabulary_size: int) -> float:
     """
     counts = np.zeros(vocabulary_size, np.int64)
     for block in token_file.blocks():
-        _check_ids(block, vocabulary_size, str(token_file.bin_path))
+        check_ids(block, vocabulary_size, str(token_file.bin_path))
         counts += np.bincount(block, minlength=vocabulary_size)
     if token_file.token_count == 0:
         raise ValueError(f"{token_file.bin_path}: holds no tokens")

@@ -2,215 +2,201 @@
 
     python -m data.tokenizer train --source python-stdlib --vocab-size 8192 --output tokenizer.model
 
-The tokenizers trained here are lossless: decode(encode(text)) == text for every valid text. There
-is no normalisation, no prefix and no removal of whitespace, and characters without a piece of their
-own are spelled in bytes.
+Two kinds are read: a sentencepiece model, and Hugging Face's tokenizer.json, alone or in the folder
+of a transformers model. Both encode a text as text: no begin or end token is added, nothing is cut
+off, and the text of a special token is never that token.
+
+Where the gigatoken package supports a tokenizer, it does the encoding, at many times the speed,
+once it has shown the same ids as the library that defines them (data/fast_encoder.py).
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import io
+import abc
+import json
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import sentencepiece
+import numpy as np
+import numpy.typing as npt
 
-from data.sources import raise_problem, read_documents, source_files
+from data.manifest import MANIFEST_NAME, TokenizerRecord
 
-SPECIAL_TOKENS = {"unk": 0, "bos": 1, "eos": 2, "pad": 3}
+if TYPE_CHECKING:
+    from data.fast_encoder import Backend, FastEncoder
 
-# sentencepiece writes a space as this character inside its pieces, so that it cannot tell the two
-# apart in a text.
-_SPACE_SYMBOL = "\u2581"
+Encoded = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+"""([tokens] ids of all texts, one after another, [texts] tokens of each)."""
+
+ROLES = ("unk", "bos", "eos", "pad")
+
+NAME_THE_END = "name it with --end-of-document TOKEN (end_of_document= in Python)"
 
 # What a tokenizer made for another purpose is likely to lose.
-_PROBE = f" two  spaces\t\r\n\n\0 \uff21 e\u0301 \U0001f600 {_SPACE_SYMBOL} <s></s><unk><0x0A> "
-
-# The trainer skips texts that hold these: a terminator, its space and its mark for unknowns.
-_UNTRAINABLE = re.compile("[\0\u2581\u2585]")
-
-# Characters given to the trainer at once. It skips longer texts than it is told to expect, and its
-# positions within a word are 16-bit numbers.
-_TRAINING_CHARACTERS = 4096
-
-# Above this BPE training takes minutes and gigabytes for pieces that hardly change.
-_SAMPLE_BYTES = 100_000_000
+_PROBE = " two  spaces\t\r\n\n\0 \uff21 e\u0301 \U0001f600 \u2581 <s></s><unk><0x0A><|endoftext|> "
 
 
-class Tokenizer:
-    """A sentencepiece model.
+class Tokenizer(abc.ABC):
+    """What both kinds have in common.
 
-    Raises:
-        FileNotFoundError: there is no file at `path`.
-        ValueError: the file is not a sentencepiece model.
+    It can be pickled: the copy encodes with the same backend, without another check of it.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        model = Path(path).read_bytes()
-        try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError:
-            raise ValueError(f"{path}: not a sentencepiece model") from None
-        self.path = Path(path)
-        self._sha256 = hashlib.sha256(model).hexdigest()
-        space_symbol = [
-            self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE_SYMBOL.encode()
-        ]
-        self._space_symbol = space_symbol if all(map(self._model.is_byte, space_symbol)) else None
+    path: Path
+    """Where it was read, for messages."""
+    files: dict[str, bytes]
+    """What a corpus keeps of it, by file name: `load_tokenizer` reads a folder of them."""
+    vocabulary_size: int
+    """The largest id and one: added tokens count, and so do gaps."""
+    end_of_document: int
+    """The id that ends every document. No text encodes to it."""
+    special_tokens: dict[str, int]
+    """By role: eos, which ends documents, and those of bos, unk, pad that it has."""
+    notices: tuple[str, ...] = ()
+    """What the user should know of how it is used."""
+    added_texts: Sequence[str] = ()
+    """The texts of tokens that were added to the model's own."""
+    fast: FastEncoder | None = None
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without any begin or end token. The text `</s>` is five characters
-        like any other, never the end-of-document token."""
-        if self._space_symbol is None or _SPACE_SYMBOL not in text:
-            whole: list[int] = self._model.encode(text)
-            return whole
-        first, *others = text.split(_SPACE_SYMBOL)
-        ids: list[int] = self._model.encode(first)
-        for part in others:
-            ids += self._space_symbol + self._model.encode(part)
-        return ids
+    @abc.abstractmethod
+    def __init__(
+        self,
+        path: Path,
+        files: dict[str, bytes],
+        end_of_document: str | int | None = None,
+        *,
+        sample: Sequence[str] = (),
+        backend: Backend = "checked",
+    ) -> None:
+        """See `load_tokenizer`; `end_of_document` may be an id."""
 
+    def __reduce__(self) -> Any:
+        backend: Backend = "reference" if self.fast is None else "trusted"
+        return _restored, (type(self), self.path, self.files, self.end_of_document, backend)
+
+    @property
+    @abc.abstractmethod
+    def identity(self) -> TokenizerRecord:
+        """What a corpus records of its tokenizer."""
+
+    @abc.abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens have none."""
-        text: str = self._model.decode(list(ids))
-        return text
 
-    @property
-    def vocabulary_size(self) -> int:
-        return self._model.vocab_size()
+    @abc.abstractmethod
+    def token_name(self, token: int) -> str | None:
+        """The token as the vocabulary spells it; None if no token has this id."""
 
-    @property
-    def end_of_document(self) -> int:
-        """The id that ends every document. Raises ValueError if the model has none."""
-        if self._model.eos_id() < 0:
-            raise ValueError(
-                f"{self.path}: this tokenizer has no end-of-sentence token to end documents with; "
-                "train one with `python -m data.tokenizer train`, or with --eos_id set"
-            )
-        return self._model.eos_id()
+    @abc.abstractmethod
+    def reference_encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """`encode_batch` by the library that defines this kind of tokenizer."""
 
-    @property
-    def identity(self) -> dict[str, str | int | dict[str, int]]:
-        """What a corpus records of its tokenizer; special tokens it lacks are left out."""
-        special = {name: getattr(self._model, f"{name}_id")() for name in SPECIAL_TOKENS}
-        return {
-            "kind": "sentencepiece",
-            "sha256": self._sha256,
-            "vocabulary_size": self.vocabulary_size,
-            "special_tokens": {name: token for name, token in special.items() if token >= 0},
-        }
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """The ids of texts, without any begin or end token.
+
+        Raises ValueError if a text holds half a surrogate pair, which no UTF-8 text does.
+        """
+        try:
+            if self.fast is not None:
+                return self.fast.encode_batch(texts)
+            return self.reference_encode_batch(texts)
+        except (TypeError, UnicodeEncodeError):
+            for text in texts:
+                _require_unicode(text)
+            raise
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text; the text `</s>` is four characters, never the token."""
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
 
     @property
     def lossless(self) -> bool:
         """Whether a text of the kind that tokenizers tend to alter comes back to the byte."""
-        return self.decode(self.encode(_PROBE)) == _PROBE
+        probe = _PROBE + "".join(self.added_texts)
+        return self.decode(self.encode(probe)) == probe
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a .model file, or that of a prepared corpus' folder."""
-    return Tokenizer(Path(path) / "tokenizer.model" if Path(path).is_dir() else path)
+def _restored(
+    kind: type[Tokenizer],
+    path: Path,
+    files: dict[str, bytes],
+    end_of_document: int,
+    backend: Backend,
+) -> Tokenizer:
+    return kind(path, files, end_of_document, backend=backend)
 
 
-@dataclass(frozen=True)
-class TrainingReport:
-    """Bytes of text read and learnt from, and how many of `sampled` texts came back unchanged."""
-
-    read_bytes: int
-    used_bytes: int
-    sampled: int
-    unchanged: int
-
-
-class _TrainingTexts:
-    """Cuts documents to the trainer's measure, keeping an evenly spaced share of the cuts."""
-
-    def __init__(self, documents: Iterable[str], fraction: float) -> None:
-        self.documents = documents
-        self.fraction = fraction
-        self.read_bytes = self.used_bytes = 0
-        self.sample: list[str] = []
-
-    def __iter__(self) -> Iterator[str]:
-        position = 0.0
-        for document in self.documents:
-            for start in range(0, len(document), _TRAINING_CHARACTERS):
-                text = document[start : start + _TRAINING_CHARACTERS]
-                self.read_bytes += len(text.encode())
-                position += self.fraction
-                if position < 1:
-                    continue
-                position -= 1
-                if len(self.sample) < 256:
-                    self.sample.append(text)
-                for part in _UNTRAINABLE.split(text):
-                    self.used_bytes += len(part.encode())
-                    yield part
+def _require_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise ValueError(
+            f"the lone surrogate {text[problem.start]!r} at character {problem.start} is not valid "
+            "Unicode text"
+        ) from None
 
 
-def train_tokenizer(
-    documents: Iterable[str], vocabulary_size: int, output: str | Path, *, fraction: float = 1.0
-) -> TrainingReport:
-    """Trains a BPE model on an evenly spaced `fraction` of the text, and writes it to `output`.
+def load_tokenizer(
+    path: str | Path,
+    *,
+    end_of_document: str | None = None,
+    sample: Sequence[str] = (),
+    fast: bool = True,
+) -> Tokenizer:
+    """Reads a tokenizer; the libraries it needs are imported here.
 
-    The same documents give the same file, to the byte.
+    Args:
+        path: a sentencepiece .model, a tokenizer.json, or a folder that holds one of them: a
+            transformers model's or a prepared corpus'.
+        end_of_document: the token that ends documents, by its text, where the files name none or
+            another.
+        sample: texts of the kind to be encoded, on which the fast encoder must agree as well.
+        fast: whether to look for a fast encoder; for a few texts its check is not worth the time.
 
     Raises:
-        ValueError: there is no text, or too little for, or too many characters in it for, a
-            vocabulary of this size; the message states the nearest size that works.
-        OSError: the file cannot be written.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, or does not tell which token ends documents.
     """
-    texts = _TrainingTexts(documents, fraction)
-    model = io.BytesIO()
+    path = Path(path)
+    backend: Backend = "checked" if fast else "reference"
+    end: str | int | None = end_of_document
+    if path.is_dir():
+        if end is None:
+            end = _recorded_end(path / MANIFEST_NAME)
+        path = _tokenizer_file(path)
+    if path.suffix == ".json":
+        from data.huggingface_tokenizer import HuggingFaceTokenizer, read_files
+
+        files = read_files(path)
+        return HuggingFaceTokenizer(path, files, end, sample=sample, backend=backend)
+    from data.sentencepiece_tokenizer import SentencePieceTokenizer
+
+    files = {"tokenizer.model": path.read_bytes()}
+    return SentencePieceTokenizer(path, files, end, sample=sample, backend=backend)
+
+
+def _tokenizer_file(folder: Path) -> Path:
+    # Of a folder with both, transformers uses tokenizer.json.
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).exists():
+            return folder / name
+    raise ValueError(
+        f"{folder} holds neither a tokenizer.json nor a tokenizer.model: expected a prepared "
+        "corpus, or a transformers model with its fast tokenizer (save_pretrained writes it)"
+    )
+
+
+def _recorded_end(manifest: Path) -> int | None:
+    """The token that ended the documents of a prepared corpus."""
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocabulary_size,
-            max_sentence_length=4 * _TRAINING_CHARACTERS,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            # Indentation becomes pieces: four spaces and a word need not be five tokens.
-            allow_whitespace_only_pieces=True,
-            byte_fallback=True,
-            minloglevel=2,
-            unk_id=SPECIAL_TOKENS["unk"],
-            bos_id=SPECIAL_TOKENS["bos"],
-            eos_id=SPECIAL_TOKENS["eos"],
-            pad_id=SPECIAL_TOKENS["pad"],
-        )
-    except RuntimeError as problem:
-        raise _explained(problem, vocabulary_size, texts.used_bytes) from None
-    output = Path(output)
-    write_atomically(output, model.getvalue())
-    tokenizer = Tokenizer(output)
-    unchanged = sum(tokenizer.decode(tokenizer.encode(text)) == text for text in texts.sample)
-    return TrainingReport(texts.read_bytes, texts.used_bytes, len(texts.sample), unchanged)
-
-
-def _explained(problem: RuntimeError, vocabulary_size: int, used_bytes: int) -> ValueError:
-    """The trainer's failure in the user's terms; it states limits only in its message."""
-    message = str(problem)
-    if found := re.search(r"set it to a value <= (\d+)", message):
-        return ValueError(
-            f"a vocabulary of {vocabulary_size:,} is too large for {used_bytes:,} bytes of text: "
-            f"the largest it supports is {int(found[1]):,}; lower --vocab-size or add text"
-        )
-    if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
-        return ValueError(
-            f"a vocabulary of {vocabulary_size:,} is too small: 256 bytes, {len(SPECIAL_TOKENS)} "
-            f"special tokens and the text's own characters need at least {int(found[1]):,}"
-        )
-    if "!sentences_.empty()" in message:
-        return ValueError("the sources hold no text to train on")
-    return ValueError(f"sentencepiece cannot train on this text: {message}")
+        record: Any = json.loads(manifest.read_bytes())
+        return int(record["inputs"]["tokenizer"]["special_tokens"]["eos"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None  # another tool's folder
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -227,61 +213,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _train_command(arguments: argparse.Namespace) -> None:
-    total_bytes = sum(
-        path.stat().st_size for source in arguments.source for path in source_files(source)
-    )
-    skipped: list[ValueError] = []
-    documents = read_documents(
-        arguments.source,
-        text_key=arguments.text_key,
-        on_invalid=skipped.append if arguments.skip_invalid else raise_problem,
-    )
-    report = train_tokenizer(
-        documents,
-        arguments.vocab_size,
-        arguments.output,
-        fraction=min(1.0, arguments.sample_bytes / max(1, total_bytes)),
-    )
-    print(
-        f"{arguments.output}: {arguments.vocab_size:,} pieces learnt from {report.used_bytes:,} of "
-        f"{report.read_bytes:,} bytes, {len(skipped):,} invalid documents skipped; "
-        f"round trip {report.unchanged / report.sampled:.2%} of {report.sampled} texts"
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m data.tokenizer", description=__doc__)
-    commands = parser.add_subparsers(required=True)
-    train = commands.add_parser(
-        "train",
-        help="train a lossless sentencepiece model",
-        epilog="example: python -m data.tokenizer train --source python-stdlib --vocab-size 8192 "
-        "--output tokenizer.model",
-    )
-    train.add_argument("--source", action="append", required=True, help="may be given repeatedly")
-    train.add_argument("--vocab-size", type=int, required=True)
-    train.add_argument("--output", type=Path, required=True)
-    train.add_argument("--text-key", default="text", help="key of the text in JSON lines")
-    train.add_argument("--skip-invalid", action="store_true", help="count invalid documents")
-    train.add_argument(
-        "--sample-bytes",
-        type=int,
-        default=_SAMPLE_BYTES,
-        help="learn from about this many bytes, evenly spaced over the sources' files",
-    )
-    return parser
-
-
-def main() -> int:
-    arguments = _parser().parse_args()
-    try:
-        _train_command(arguments)
-    except (ValueError, OSError) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
+    from data.train_tokenizer import main
+
     sys.exit(main())

@@ -35,7 +35,7 @@ def tokenizer_record(path: str | None) -> TokenizerRecord | None:
     if path is None:
         return None
     try:
-        return TokenizerRecord.model_validate(load_tokenizer(path).identity)
+        return TokenizerRecord.model_validate(load_tokenizer(path, fast=False).identity)
     except (OSError, ValueError) as error:
         raise ValueError(f"data.tokenizer: {error}") from None
 

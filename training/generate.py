@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def sample(options: argparse.Namespace) -> str:
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed tells every step of the loading
         model, config = load_model(options.checkpoint)
-    tokenizer = load_tokenizer(config.data.tokenizer_path)
+    tokenizer = load_tokenizer(config.data.tokenizer_path, fast=False)
     prompt = tokenizer.encode(options.prompt) or [tokenizer.end_of_document]
     tokens = generate(
         model,

@@ -4,16 +4,20 @@ import hashlib
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from data.dataset import Corpus
 from data.manifest import read_manifest
+from data.prepare import main
 from data.token_file import TokenFile
-from data.tokenizer import Tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.train_tokenizer import train_tokenizer
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -48,6 +52,7 @@ def test_prepared_corpus(
     source = write_jsonl(tmp_path / "x.jsonl", [*TEXTS, "", ""])
     done = prepare(source, "--validation-fraction", "0.2")
     assert "2 empty, 0 invalid" in done.stdout
+    assert done.stderr == ""  # no progress bar where there is no terminal
     out = tmp_path / "out"
     assert sorted(files(out)) == [
         "manifest.json", "tokenizer.model", "train.bin", "train.idx", "validation.bin",
@@ -57,6 +62,8 @@ def test_prepared_corpus(
     decoded: dict[str, list[str]] = {}
     for name, file in splits.items():
         documents = [file.document(i).tolist() for i in range(file.document_count)]
+        ends = f"{file.document_count} documents, {file.token_count:,} tokens of which "
+        assert f"{name} {ends}{file.document_count} end documents" in done.stdout
         # DP-01, DP-02, DP-03: one end each, at the end; lengths add up to the file.
         assert all(document.index(2) == len(document) - 1 > 0 for document in documents)
         assert sum(map(len, documents)) == file.token_count
@@ -95,17 +102,21 @@ def test_prepared_corpus(
         assert splits[name].fingerprint == split.fingerprint
 
 
-def test_output_depends_on_neither_workers_nor_locale(prepare: Command, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "x.jsonl", [text * 500 for text in TEXTS])  # several chunks
+@pytest.mark.slow
+def test_output_depends_on_neither_workers_nor_locale(
+    small_steps: Any, mixed_sources: list[Path], tmp_path: Path
+) -> None:
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     expected = None
-    for workers, locale in (("1", "C.UTF-8"), ("2", "C.UTF-8"), ("1", "C")):
-        prepare(
-            source, "--workers", workers, "--validation-fraction", "0.2",
-            LC_ALL=locale, PYTHONUTF8="0", PYTHONCOERCECLOCALE="0",
-        )  # fmt: skip
-        expected = expected or files(tmp_path / "out")
-        assert files(tmp_path / "out") == expected
-        shutil.rmtree(tmp_path / "out")
+    for workers, environment in (("1", {}), ("2", locale), ("4", {})):
+        output = tmp_path / workers
+        line = small_steps.prepare(mixed_sources, output, "--skip-invalid", "--workers", workers)
+        small_steps.run(["env", *(f"{key}={value}" for key, value in environment.items()), *line])
+        expected = expected or files(output)
+        assert files(output) == expected
+    # DP-16: the order is that of the sources as given.
+    small_steps.run(small_steps.prepare(mixed_sources[::-1], tmp_path / "r", "--skip-invalid"))
+    assert files(tmp_path / "r")["train.bin"] != expected["train.bin"]
 
 
 def test_again(prepare: Command, tmp_path: Path) -> None:
@@ -150,16 +161,30 @@ def test_output_that_holds_other_things(prepare: Command, tmp_path: Path) -> Non
         (b'{"text": "a"}\n', ["--validation-fraction", "nan"], "expected 0 or more, below 1"),
         (b'{"text": "a"}\n', ["--validation-fraction", "1e-9"], "1 documents falls into the valid"),
         (b'{"text": "a"}\n', ["--workers", "0"], "expected 1 or more"),
+        (b'{"text": "a"}\n', ["--shard", "2/2"], "shards of 2 have the numbers 0 to 1"),
+        (b'{"text": "a"}\n', ["--shard", "1"], "--shard 1: expected i/n"),
+        (b'{"text": "a"}\n', ["--output", "/proc/out"], "/proc/out.partial"),
         (b'{"text": "a"}\n', ["--source", "nowhere"], "source 'nowhere' does not exist"),
         (b'{"text": "a"}\n', ["--tokenizer", "no.model"], "no.model"),
     ],
 )
 def test_mistakes(
-    prepare: Command, tmp_path: Path, content: bytes, options: list[str], message: str
+    model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes,
+    options: list[str],
+    message: str,
 ) -> None:
     source = tmp_path / "x.jsonl"
     source.write_bytes(content)
-    assert message in prepare(source, *options, mistake=True).stderr
+    line = ["--source", source, "--tokenizer", model_path, "--output", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", ["prepare", *map(str, line), "--workers", "1", *options])
+    assert main() == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert message in error
     assert list(tmp_path.iterdir()) == [source]
 
 
@@ -171,6 +196,8 @@ def test_skip_invalid_counts_and_lists(prepare: Command, tmp_path: Path) -> None
     assert "0 empty, 2 invalid" in done.stdout
     assert "x.jsonl:2: broken JSON" in done.stderr
     assert "x.jsonl:3: not valid UTF-8" in done.stderr
+    lines = (tmp_path / "out" / "invalid.txt").read_text().splitlines()
+    assert [line.split(" ")[0] for line in lines] == [f"{source}:2:", f"{source}:3:"]
     assert TokenFile(tmp_path / "out" / "train").document_count == 2
 
 
@@ -186,22 +213,97 @@ def test_full_disk(prepare: Command, tmp_path: Path, workers: str) -> None:
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_tokenizer_without_end_of_document(command: Command, tmp_path: Path) -> None:
+def train_lossy(prefix: Path, **options: Any) -> Path:
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a few words of text"] * 3), model_prefix=str(tmp_path / "m"),
-        vocab_size=30, hard_vocab_limit=False, minloglevel=2, eos_id=-1,
+        sentence_iterator=iter(["a few words of text"] * 3), model_prefix=str(prefix),
+        vocab_size=30, hard_vocab_limit=False, minloglevel=2, **options,
     )  # fmt: skip
+    return prefix.with_suffix(".model")
+
+
+def test_tokenizer_without_end_of_document(prepare: Command, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "x.jsonl", ["text"])
-    done = command(
-        "data.prepare", "--source", source, "--tokenizer", tmp_path / "m.model", "--output",
-        tmp_path / "out", "--workers", "1", mistake=True,
-    )  # fmt: skip
+    model = train_lossy(tmp_path / "m", eos_id=-1)
+    done = prepare(source, "--tokenizer", model, mistake=True)
     assert "no end-of-sentence token" in done.stderr
-    assert "warning: " in done.stderr
-    assert "does not keep text to the byte" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_tokenizer_that_loses_text(prepare: Command, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "x.jsonl", ["text", "  ", "few Q Q"])
+    model = train_lossy(tmp_path / "m")
+    done = prepare(source, "--tokenizer", model, "--validation-fraction", "0")
+    assert f"warning: {model} does not keep text to the byte" in done.stderr
+    # TK-02: Q was not in the training text.
+    manifest = read_manifest(tmp_path / "out" / "train")
+    assert manifest is not None
+    assert manifest.unknown_tokens == 2
+    share = 2 / manifest.splits["train"].tokens
+    assert f"warning: 2 tokens ({share:.2%}) stand for text that the tokenizer" in done.stderr
+    # DP-01: "  " has no tokens.
+    assert manifest.skipped.empty == 1
+    assert manifest.splits["train"].documents == 2
+
+
+def test_a_tokenizer_json(command: Command, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Reference
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    reference = Reference(models.BPE())
+    reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    reference.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(  # type: ignore[call-arg]  # its stub names no keywords
+        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    reference.train_from_iterator(TEXTS, trainer)
+    reference.enable_truncation(16)  # DP-31: nothing is cut off
+    reference.save(str(tmp_path / "tokenizer.json"))
+    reference.no_truncation()
+    texts = ["many <|word|> " * 50, *TEXTS]
+    command(
+        "data.prepare", "--source", write_jsonl(tmp_path / "x.jsonl", texts), "--tokenizer",
+        tmp_path / "tokenizer.json", "--end-of-document", "<|end|>", "--output", tmp_path / "out",
+        "--workers", "2", "--validation-fraction", "0",
+    )  # fmt: skip
+    end = reference.token_to_id("<|end|>")
+    file = TokenFile(tmp_path / "out" / "train")
+    found = [file.document(i).tolist() for i in range(file.document_count)]
+    assert found == [[*reference.encode(text).ids, end] for text in texts]
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_sources_of_all_kinds(prepare: Command, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    import gzip
+
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    texts = [f"document {i} " * (i + 1) for i in range(12)]
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "a.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts[:3]).encode())
+    )
+    pyarrow.parquet.write_table(
+        pa.table({"text": texts[3:6]}), folder / "b.parquet", row_group_size=2
+    )
+    (folder / "c.txt").write_text(texts[6])
+    (folder / "d.txt").write_text("")
+    (folder / "e.txt").write_text(texts[7])
+    datasets.Dataset.from_dict({"text": texts[8:]}).save_to_disk(tmp_path / "saved")
+    hub = f"hf:{tmp_path / 'saved'}"
+    done = prepare(folder, "--source", hub, "--workers", "2", "--validation-fraction", "0")
+    assert "1 empty" in done.stdout
+    file = TokenFile(tmp_path / "out" / "train")
+    decoded = [tokenizer.decode(file.document(i)[:-1].tolist()) for i in range(file.document_count)]
+    assert decoded == texts
+    manifest = read_manifest(tmp_path / "out" / "train")
+    assert manifest is not None
+    assert [source.files for source in manifest.inputs.sources] == [5, 1]
 
 
 def test_corpus_and_manifest_agree(prepare: Command, tmp_path: Path) -> None:
@@ -242,7 +344,7 @@ def test_large_vocabulary_is_not_cut_to_16_bits(command: Command, tmp_path: Path
         character_coverage=1.0, normalization_rule_name="identity", add_dummy_prefix=False,
         remove_extra_whitespaces=False, minloglevel=2, use_all_vocab=True,
     )  # fmt: skip
-    tokenizer = Tokenizer(model)
+    tokenizer = load_tokenizer(model)
     assert tokenizer.vocabulary_size > 65_536
     write_jsonl(tmp_path / "x.jsonl", [text])
     command(

@@ -6,7 +6,6 @@ import os
 import resource
 import struct
 import time
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def test_index_longer_than_a_block(
 def test_pointers_beyond_32_bits(tmp_path: Path) -> None:
     # DP-06: lengths alone, as if the tokens had been written.
     with TokenFileWriter(tmp_path / "x", 70_000) as writer:
-        writer._lengths = array("i", [2**31 - 1] * 3)
+        writer._lengths.write(struct.pack("<3i", *[2**31 - 1] * 3))
     _, sizes, pointers, documents, _ = parse(tmp_path / "x")
     assert sizes == [2**31 - 1] * 3
     assert pointers == [0, 4 * (2**31 - 1), 8 * (2**31 - 1)]

@@ -1,120 +1,149 @@
+"""What holds for every kind of tokenizer, and for sentencepiece's own."""
+
 from __future__ import annotations
 
-import argparse
+import pickle
+import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sentencepiece
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-from data.tokenizer import _TRAINING_CHARACTERS, SPECIAL_TOKENS, Tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.train_tokenizer import KINDS, train_tokenizer
+from tests.data.tokenizer_texts import AWKWARD, TEXTS, stdlib_texts
 
-AWKWARD = [
-    "", " ", "  a", "a  ", "\\n\\n    return", "\\t\\tx\\r\\n\\r", "\\0a\\0", "\\u2581",
-    " \\u2581\\u2581 a\\u2581b", "<s>", "</s>", "<unk>", "<pad>", "<0x0A>", "a</s>b", "\\ufeffx",
-    "\\u2585 \\u2047", "\\u3000\\uff21", "e\\u0301\\u00e9", "\\U0001f600\\u200d", "\\ufffd",
-    "\\u2028\\x85", "\\U0010ffff",
-]  # fmt: skip
+
+@pytest.fixture(scope="module", params=KINDS)
+def any_tokenizer(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    training_text: list[str],
+) -> Tokenizer:
+    """One of every kind that the command trains."""
+    suffix = ".json" if request.param == "byte-level-bpe" else ".model"
+    path = tmp_path_factory.mktemp("kinds") / f"tokenizer{suffix}"
+    train_tokenizer(training_text, 310, path, kind=request.param)
+    return load_tokenizer(path)
 
 
 @pytest.mark.parametrize("text", AWKWARD)
-def test_awkward_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+def test_awkward_text_comes_back(any_tokenizer: Tokenizer, text: str) -> None:
+    assert any_tokenizer.decode(any_tokenizer.encode(text)) == text
 
 
-@given(
-    st.text(st.characters(exclude_categories=["Cs"]))
-    | st.text(st.sampled_from(" \t\r\n\0\u2581\u2585<>/s0xA")).map("def  f".join)
-    | st.lists(st.sampled_from(AWKWARD)).map("".join)
-)
+@given(TEXTS)
 @example("\u2581 ")
 @settings(max_examples=300, deadline=None)
-def test_round_trip_is_the_identity(tokenizer: Tokenizer, text: str) -> None:
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
+def test_round_trip_is_the_identity(any_tokenizer: Tokenizer, text: str) -> None:
+    ids = any_tokenizer.encode(text)
+    assert any_tokenizer.decode(ids) == text
     # Nothing is unknown, and no text becomes a special token (TK-02, DP-28).
-    assert not set(ids) & set(SPECIAL_TOKENS.values())
-    assert all(0 <= token < tokenizer.vocabulary_size for token in ids)
+    assert not set(ids) & set(any_tokenizer.special_tokens.values())
+    assert all(0 <= token < any_tokenizer.vocabulary_size for token in ids)
 
 
-def test_code_gets_useful_pieces(tmp_path: Path) -> None:
-    train_tokenizer([Path(argparse.__file__).read_text()], 1000, tmp_path / "code.model")
-    tokenizer = Tokenizer(tmp_path / "code.model")
-    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("(self):\n        return 1")]
-    assert any("\n" in piece and len(piece) > 1 for piece in pieces)
-    assert any(piece.startswith("        ") for piece in pieces)
-    assert len(pieces) <= 6
+def test_code_comes_back(any_tokenizer: Tokenizer) -> None:
+    texts = stdlib_texts()
+    tokens, lengths = any_tokenizer.encode_batch(texts)
+    for ids, text in zip(np.split(tokens, np.cumsum(lengths)[:-1]), texts, strict=True):
+        assert any_tokenizer.decode(ids.tolist()) == text
+
+
+def test_batch_is_its_texts_one_by_one(any_tokenizer: Tokenizer) -> None:
+    tokens, lengths = any_tokenizer.encode_batch(AWKWARD)
+    one_by_one = [any_tokenizer.encode(text) for text in AWKWARD]
+    assert tokens.dtype == lengths.dtype == np.int32
+    assert lengths.tolist() == list(map(len, one_by_one))
+    assert tokens.tolist() == list(chain(*one_by_one))
+    for nothing in ([], [""]):
+        tokens, lengths = any_tokenizer.encode_batch(nothing)
+        assert (tokens.size, lengths.tolist()) == (0, [0] * len(nothing))
+
+
+def test_half_a_surrogate_pair_is_named(any_tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"lone surrogate '\\ud83d' at character 1"):
+        any_tokenizer.encode_batch(["fine", "a\ud83d"])
+
+
+def test_copy_in_another_process_encodes_alike(any_tokenizer: Tokenizer) -> None:
+    copy = pickle.loads(pickle.dumps(any_tokenizer))
+    assert (copy.fast is None) == (any_tokenizer.fast is None)
+    assert copy.identity == any_tokenizer.identity
+    assert copy.encode_batch(AWKWARD)[0].tolist() == any_tokenizer.encode_batch(AWKWARD)[0].tolist()
+
+
+def test_folder_of_its_files_is_the_tokenizer(any_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for name, content in any_tokenizer.files.items():
+        (tmp_path / name).write_bytes(content)
+    assert load_tokenizer(tmp_path).identity == any_tokenizer.identity
+
+
+def test_ids_are_those_of_sentencepiece(tokenizer: Tokenizer, model_path: Path) -> None:
+    raw = sentencepiece.SentencePieceProcessor(model_file=str(model_path))
+    texts = [text for text in [*AWKWARD, *stdlib_texts()] if "\u2581" not in text]
+    assert tokenizer.fast is not None
+    for encode in (tokenizer.encode_batch, tokenizer.reference_encode_batch):
+        tokens, lengths = encode(texts)
+        expected = raw.encode(texts)
+        assert lengths.tolist() == list(map(len, expected))
+        assert tokens.tolist() == list(chain(*expected))
 
 
 def test_special_ids_are_pinned_and_recorded(tokenizer: Tokenizer, model_path: Path) -> None:
     raw = sentencepiece.SentencePieceProcessor(model_file=str(model_path))
     ids = {"unk": raw.unk_id(), "bos": raw.bos_id(), "eos": raw.eos_id(), "pad": raw.pad_id()}
-    assert ids == {"unk": 0, "bos": 1, "eos": 2, "pad": 3} == tokenizer.identity["special_tokens"]
+    assert ids == {"unk": 0, "bos": 1, "eos": 2, "pad": 3} == tokenizer.identity.special_tokens
+    assert tokenizer.identity.kind == "sentencepiece"
     assert tokenizer.end_of_document == 2
     assert tokenizer.vocabulary_size == 320 == raw.vocab_size()
 
 
-def test_training_is_deterministic(
-    model_path: Path, training_text: list[str], tmp_path: Path
-) -> None:
-    train_tokenizer(training_text, 320, tmp_path / "again.model")
-    assert (tmp_path / "again.model").read_bytes() == model_path.read_bytes()
-
-
-def test_long_documents_are_not_skipped(tmp_path: Path) -> None:
-    # TK-03: only the long documents, of 100 kB without a space, hold the character.
-    documents = ["\u00e9" * 3 + "ab\u00e9cd" * 20_000, "short"]
-    report = train_tokenizer(documents, 280, tmp_path / "long.model")
-    total = sum(len(document.encode()) for document in documents)
-    assert report.read_bytes == report.used_bytes == total
-    assert report.unchanged == report.sampled > 1
-    assert len(Tokenizer(tmp_path / "long.model").encode("ab\u00e9cd" * 8)) < 8 * 5
-
-
-def test_fraction_is_spread_evenly(tmp_path: Path) -> None:
-    cut = "word " * (_TRAINING_CHARACTERS // 4)
-    report = train_tokenizer([cut[:_TRAINING_CHARACTERS]] * 40, 266, tmp_path / "m", fraction=0.25)
-    assert (report.read_bytes, report.used_bytes) == (40 * 4096, 10 * 4096)
-
-
-@pytest.mark.parametrize(
-    ("size", "limit"),
-    [(32_000, r"largest it supports is (\d+)"), (200, r"need at least (\d+)")],
-)
-def test_impossible_vocabulary_states_the_limit(tmp_path: Path, size: int, limit: str) -> None:
-    text = ["some words that are not many, some words"]
-    with pytest.raises(ValueError, match=limit) as caught:
-        train_tokenizer(text, size, tmp_path / "m.model")
-    assert not list(tmp_path.iterdir())
-    digits = str(caught.value).replace(",", "")
-    feasible = int([word for word in digits.split() if word.strip(";").isdigit()][-1].strip(";"))
-    train_tokenizer(text, feasible, tmp_path / "m.model")
-    wrong_side = feasible + 1 if size > feasible else feasible - 1
-    with pytest.raises(ValueError, match="vocabulary of"):
-        train_tokenizer(text, wrong_side, tmp_path / "n.model")
-
-
-@pytest.mark.parametrize("documents", [[], ["", ""], ["\0", "\u2581"]])
-def test_no_text_to_train_on(tmp_path: Path, documents: list[str]) -> None:
-    with pytest.raises(ValueError, match="no text"):
-        train_tokenizer(documents, 300, tmp_path / "m.model")
-
-
-def _foreign(path: Path, **options: Any) -> Tokenizer:
+def _foreign(path: Path, **options: Any) -> Path:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["a few words of text"] * 3), model_prefix=str(path), vocab_size=30,
         hard_vocab_limit=False, minloglevel=2, **options,
     )  # fmt: skip
-    return Tokenizer(f"{path}.model")
+    return Path(f"{path}.model")
 
 
 def test_tokenizers_of_other_making(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert tokenizer.lossless
-    assert not _foreign(tmp_path / "default").lossless
-    with pytest.raises(ValueError, match=r"none\.model: this tokenizer has no end-of-sentence"):
-        _ = _foreign(tmp_path / "none", eos_id=-1).end_of_document
-    (tmp_path / "text.model").write_text("not a model")
+    default = load_tokenizer(_foreign(tmp_path / "default"))
+    assert not default.lossless
+    assert default.fast is None
+    assert "only BPE sentencepiece models" in default.notices[0]
+    # Its pad token has the id -1 (TK-01).
+    assert default.special_tokens == {"unk": 0, "bos": 1, "eos": 2}
+
+
+def test_end_of_document_of_sentencepiece(tmp_path: Path) -> None:
+    without = _foreign(tmp_path / "none", eos_id=-1, user_defined_symbols=["<sep>"])
+    with pytest.raises(ValueError, match=r"none\.model: .*no end-of-sentence.*--end-of-document"):
+        load_tokenizer(without)
+    named = load_tokenizer(without, end_of_document="<s>")
+    raw = sentencepiece.SentencePieceProcessor(model_file=str(without))
+    assert named.end_of_document == named.special_tokens["eos"] == raw.bos_id()
+    for text in ("<sep>", "<eod>"):
+        with pytest.raises(ValueError, match=f"{text!r} cannot end documents"):
+            load_tokenizer(without, end_of_document=text)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model", b"\0" * 100])
+def test_file_that_is_no_model(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "text.model").write_bytes(content)
     with pytest.raises(ValueError, match=r"text\.model: not a sentencepiece model"):
-        Tokenizer(tmp_path / "text.model")
+        load_tokenizer(tmp_path / "text.model")
+
+
+def test_nothing_to_load(tmp_path: Path, model_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_tokenizer(tmp_path / "missing.model")
+    with pytest.raises(ValueError, match=r"holds neither a tokenizer\.json nor a tokenizer\.model"):
+        load_tokenizer(tmp_path)
+    shutil.copy(model_path, tmp_path / "tokenizer.model")
+    assert load_tokenizer(tmp_path).identity.kind == "sentencepiece"

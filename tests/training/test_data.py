@@ -137,7 +137,7 @@ def test_a_corpus_without_a_manifest_needs_a_tokenizer(
     with pytest.raises(ConfigError, match=r"data\.tokenizer: .*t\.json"):
         prepare(RunConfig.model_validate(altered(changes)), ALONE)
     named = SimpleNamespace(identity=SIXTY.model_dump())
-    monkeypatch.setattr("training.setup.load_tokenizer", lambda path: named)
+    monkeypatch.setattr("training.documents.load_tokenizer", lambda path, fast: named)
     run, (line, *_) = described(altered(changes))
     assert "in 1 documents, no manifest, ids as of data.tokenizer" in line
     assert run.train_data.corpora[0].tokenizer == SIXTY
