@@ -50,7 +50,9 @@ from training.out_of_memory import (
 )
 from training.rehearse import any_rank, give_back_memory, rehearse
 from training.report import conclude, describe, describe_milder, fail, say
-from training.setup import Run, policies_of, prepare
+from training.saver import SaveFailed, Saver
+from training.setup import Run, policies_of, prepare, resume
+from training.unpickling import Refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,16 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, options.overrides)
         if options.check:
             return check(config, machine_described(options))
-        run = prepare(config, ranks)
+        run = prepare(config, ranks, restart=options.restart)
     except (ValueError, OSError) as error:
         return fail(error, 2, ranks)
-    if run.start.step >= config.training.max_steps:
-        say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
-        return 0
     where = Whereabouts()
     try:
         start_process_group(ranks, expandable_segments=config.training.expandable_segments)
-        train(run, where)
+        run = resume(run, restart=options.restart)
+        if run.start.step >= config.training.max_steps:
+            say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
+        else:
+            train(run, where)
     except ConnectionError as error:
         return fail(error, 1)
     except ConfigError as error:
@@ -79,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(error, 1, ranks)
     except VocabularyError as error:
         return fail(error, 2)
+    except (checkpoint.NoCheckpoint, Refused, SaveFailed) as error:
+        return fail(error, 1, ranks)
     except OutOfMemory as error:
         return explain(error.bare(), where)
     torch.distributed.destroy_process_group()
@@ -99,6 +104,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--check", action="store_true", help="print the resolved config and its plan, and exit"
     )
     add_machine(parser.add_argument_group("hardware that --check is for"))
+    parser.add_argument(
+        "--restart", action="store_true",
+        help="begin at step 0; what the run folder holds is kept in its folder before-restart-N",
+    )  # fmt: skip
     # DeepSpeed's launcher writes the first spelling, older torch launchers the second.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -148,8 +157,10 @@ def train(run: Run, where: Whereabouts) -> None:
         max_steps=training.max_steps,
         enabled=ranks.rank == 0,
     )
+    saver = Saver(engine, run)
     with loader, writer, explained(where, run):
-        loss = loop(run, engine, loader, writer, where)
+        loss = loop(run, engine, loader, writer, saver, where)
+        saver.close()
     conclude(run, loss)
 
 
@@ -201,7 +212,12 @@ def explain(failure: OutOfMemory, where: Whereabouts) -> int:
 
 
 def loop(
-    run: Run, engine: Any, loader: Loader, writer: metrics.MetricsWriter, where: Whereabouts
+    run: Run,
+    engine: Any,
+    loader: Loader,
+    writer: metrics.MetricsWriter,
+    saver: Saver,
+    where: Whereabouts,
 ) -> float:
     """Train, log, evaluate and save up to max_steps; returns the last validation loss."""
     training, ranks = run.config.training, run.ranks
@@ -215,6 +231,7 @@ def loop(
         lr = engine.get_lr()[0]
         loss = train_step(engine, loader)
         speed.steps += 1
+        saver.poll()
         writer.step(step)
         last = step == training.max_steps
         if last or step % training.log_interval == 0:
@@ -239,7 +256,7 @@ def loop(
             where.moment = "checkpoint save"
             with speed.paused():
                 progress = replace(run.start, step=step, samples_consumed=loader.samples_consumed)
-                checkpoint.save_checkpoint(engine, run.config, progress)
+                saver.save(progress)
     return validation
 
 

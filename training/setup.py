@@ -39,7 +39,7 @@ class Run:
     validation_data: Corpus
     start: checkpoint.Progress
     checkpoint: Path | None
-    """Where `start` comes from; None for a new run."""
+    """Where `start` comes from; None for a new run, and until `resume` has looked for one."""
 
     @property
     def rehearses(self) -> bool:
@@ -70,7 +70,7 @@ class Run:
         return replace(self, config=config, section=section, policies=cure.plan.policies)
 
 
-def prepare(config: RunConfig, ranks: Ranks) -> Run:
+def prepare(config: RunConfig, ranks: Ranks, *, restart: bool = False) -> Run:
     """Resolve the config, open the data and claim the run folder.
 
     Raises:
@@ -90,11 +90,23 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     if problems:
         raise ConfigError(problems)
     ranks = replace(ranks, tensor_parallel=tensor_parallel_size(section))
-    found = checkpoint.claim_run_folder(config)
+    checkpoint.claim_run_folder(config, restart=restart)
     start = checkpoint.Progress(0, 0, train_data.fingerprint, ranks.world_size)
-    if found:
-        start = checkpoint.read_progress(found, start)
-    return Run(config, config, section, policies, ranks, train_data, validation_data, start, found)
+    return Run(config, config, section, policies, ranks, train_data, validation_data, start, None)
+
+
+def resume(run: Run, *, restart: bool = False) -> Run:
+    """The run from its newest complete checkpoint on; a collective call.
+
+    Raises:
+        ConfigError: the checkpoint is of other data or another number of ranks.
+        NoCheckpoint: there are some, and none can be used.
+    """
+    search = checkpoint.find_together(run.config, run.ranks, restart=restart)
+    if search.found is None:
+        return run
+    start = checkpoint.progress_of(search, run.start)
+    return replace(run, start=start, checkpoint=search.found)
 
 
 def policies_of(config: RunConfig, machine: Machine) -> tuple[Policy, ...]:
