@@ -52,6 +52,7 @@ from training.rehearse import any_rank, give_back_memory, rehearse
 from training.report import conclude, describe, describe_milder, fail, say
 from training.saver import SaveFailed, Saver
 from training.setup import Run, policies_of, prepare, resume
+from training.universal import NotConverted, load_converted
 from training.unpickling import Refused
 
 
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = Whereabouts()
     try:
         start_process_group(ranks, expandable_segments=config.training.expandable_segments)
-        run = resume(run, restart=options.restart)
+        run = resume(run, restart=options.restart, change_layout=options.change_layout)
         if run.start.step >= config.training.max_steps:
             say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
         else:
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(error, 1, ranks)
     except VocabularyError as error:
         return fail(error, 2)
-    except (checkpoint.NoCheckpoint, Refused, SaveFailed) as error:
+    except (checkpoint.NoCheckpoint, NotConverted, Refused, SaveFailed) as error:
         return fail(error, 1, ranks)
     except OutOfMemory as error:
         return explain(error.bare(), where)
@@ -107,6 +108,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--restart", action="store_true",
         help="begin at step 0; what the run folder holds is kept in its folder before-restart-N",
+    )  # fmt: skip
+    parser.add_argument(
+        "--change-layout", action="store_true",
+        help="continue on other ranks, another ZeRO stage or tensor-parallel size than before",
     )  # fmt: skip
     # DeepSpeed's launcher writes the first spelling, older torch launchers the second.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
@@ -139,7 +144,9 @@ def train(run: Run, where: Whereabouts) -> None:
     if ranks.rank == 0:
         checkpoint.save_config(run.asked)
         checkpoint.save_plan(config, run.plan().as_json())
-    if run.checkpoint:
+    if run.checkpoint and run.converted_from:
+        load_converted(engine, config, run.checkpoint, run.converted_from)
+    elif run.checkpoint:
         checkpoint.load_checkpoint(engine, run.checkpoint)
     describe(run, engine)
     loader = Loader(

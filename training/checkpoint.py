@@ -8,14 +8,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from configs.deepspeed import tensor_parallel_size
 from configs.schema import ConfigError, RunConfig, load_config
 from model.gpt import GPT, build
 from model.partition import join
@@ -41,7 +40,15 @@ FREE_KEYS = {
     "training.on_out_of_memory",
     "data.validation",
 }
-FREE_SECTIONS = ("activation_checkpointing",)
+# What the ranks share differently: the samples of a step and their order stay the same.
+FREE_SECTIONS = (
+    "activation_checkpointing",
+    "deepspeed.zero_optimization",
+    "deepspeed.tensor_parallel",
+    "deepspeed.train_batch_size",
+    "deepspeed.train_micro_batch_size_per_gpu",
+    "deepspeed.gradient_accumulation_steps",
+)
 
 
 @dataclass(frozen=True)
@@ -234,21 +241,14 @@ def progress_of(search: Search, expected: Progress) -> Progress:
     """Where the run stood at the checkpoint that was found.
 
     Raises:
-        ConfigError: it is of other data or another number of ranks than `expected`.
+        ConfigError: it is of other data than `expected`.
     """
     assert search.manifest
     progress = Progress(**search.manifest.progress)
     if progress.data_fingerprint != expected.data_fingerprint:
         problem = "data.train does not hold the data it was trained on"
         raise ConfigError([f"{search.found}: {problem}"])
-    if progress.world_size != expected.world_size:
-        raise ConfigError(
-            [
-                f"{search.found}: written by {progress.world_size} ranks, but this run has "
-                f"{expected.world_size}"
-            ]
-        )
-    return progress
+    return replace(progress, world_size=expected.world_size)
 
 
 def load_checkpoint(engine: Any, checkpoint: Path) -> None:
@@ -271,12 +271,12 @@ def load_model(run_folder: Path) -> tuple[GPT, RunConfig]:
     config = load_config(config_path)
     search = Search(run_folder)
     search.run(config, verify_alone)
-    if search.found is None:
+    if search.found is None or search.manifest is None:
         raise ValueError(f"{run_folder}: holds no checkpoint yet")
     for line in search.warnings():
         print(f"warning    {line}", file=sys.stderr, flush=True)
     model = build(config.model, seed=0)
-    parts = range(tensor_parallel_size(config.deepspeed))
+    parts = range(search.manifest.tensor_parallel)
     with store.reading(search.found), values_only():
         weights = [_float32_weights(search.found, part) for part in parts]
     model.load_state_dict(join(config.model, weights))

@@ -6,6 +6,7 @@ checkpoints/latest                     the newest one's name, for other tools
 checkpoints/unfinished-step-00000200/  being written, or left behind by a crash
 checkpoints/deleted-step-00000050/     being deleted
 checkpoints/damaged-step-00000150/     was newer than the one a run continued from
+checkpoints/universal-step-00000100/   while it is loaded by ranks that its shards do not fit
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 MANIFEST = "manifest.json"
 UNFINISHED, DELETED, DAMAGED = "unfinished-", "deleted-", "damaged-"
+UNIVERSAL = "universal-"
 CHUNK = 1 << 20
 """Bytes read at a time: small enough for the cache that the hash then finds them in."""
 SEAL = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})",\n')
@@ -255,7 +257,7 @@ def _delete_unless_read(checkpoint: Path) -> None:
 
 def sweep(checkpoints: Path) -> None:
     """Remove what crashes have left: nothing that was ever complete, but for retention's own."""
-    for prefix in (UNFINISHED, DELETED):
+    for prefix in (UNFINISHED, DELETED, UNIVERSAL):
         for path in checkpoints.glob(f"{prefix}step-*"):
             shutil.rmtree(path)
 

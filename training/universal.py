@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +24,15 @@ import torch
 from torch import Tensor
 
 from configs.schema import RunConfig
+from memory.machine import show_bytes
 from model.gpt import GPT, parameter_rules
+from training import store
+from training.unpickling import load_states, values_only
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-# Of a checkpoint's description, what is its own and not of the layout.
-_COMMON = ("lr_scheduler", "global_steps", "global_samples", "skipped_steps")
+BYTES_PER_PARAMETER = 24
+"""On disk: weight and moments in float32, and as much again while the converter runs."""
+PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,18 @@ class Layout:
     tensor_parallel: int
     zero_stage: int
 
+    @classmethod
+    def of(cls, manifest: store.Manifest) -> Layout:
+        stage = manifest.zero_stage
+        return cls(manifest.progress["world_size"], manifest.tensor_parallel, stage)
+
     def __str__(self) -> str:
         split = f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         return f"{self.world_size} ranks, ZeRO {self.zero_stage}{split}"
+
+
+class NotConverted(RuntimeError):
+    """There was no way to write a checkpoint's universal form."""
 
 
 def refusal(before: Layout, after: Layout, section: Mapping[str, Any]) -> str | None:
@@ -51,22 +65,53 @@ def refusal(before: Layout, after: Layout, section: Mapping[str, Any]) -> str | 
     half = any(section.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
     if after.zero_stage == 0 and (half or after.tensor_parallel > 1):
         return "ZeRO 0 can take over a float32 run without tensor parallelism only; use stage 1"
-    if before.zero_stage == 0 and before.tensor_parallel > 1:
-        return "ZeRO 0 under tensor parallelism keeps no record of how weights are split"
+    if before.tensor_parallel > 1 and before.zero_stage in (0, 3):
+        # At stage 0 there are no shards to convert; at 3 DeepSpeed records the norms as empty.
+        return "how weights are split over tensor-parallel ranks is on record at ZeRO 1 and 2 only"
     return None
 
 
+def load_converted(engine: Any, config: RunConfig, checkpoint: Path, before: Layout) -> None:
+    """Convert a checkpoint of another layout, load it, and remove what was written for it.
+
+    A collective call. Ranks wait for the first one's conversion by looking for its folder: it may
+    take longer than a collective operation is given.
+
+    Raises:
+        NotConverted: the converted checkpoint cannot be written.
+    """
+    converted = checkpoint.with_name(f"{store.UNIVERSAL}{checkpoint.name}")
+    if engine.global_rank == 0:
+        needed = BYTES_PER_PARAMETER * config.model.parameter_count()
+        free = shutil.disk_usage(checkpoint).free
+        if free < needed:
+            raise NotConverted(
+                f"{checkpoint}: its conversion takes {show_bytes(needed)} beside it, "
+                f"{show_bytes(free)} are free"
+            )
+        partial = converted.with_name(converted.name + PARTIAL)
+        try:
+            with store.reading(checkpoint):
+                convert(checkpoint, partial, before, optimizer_order(config))
+        except OSError as error:
+            raise NotConverted(f"{checkpoint}: cannot be converted: {error}") from None
+        partial.rename(converted)
+    while not converted.exists():
+        time.sleep(0.2)
+    load(engine, converted)
+    torch.distributed.barrier()
+    if engine.global_rank == 0:
+        shutil.rmtree(converted)
+
+
 def convert(checkpoint: Path, output: Path, before: Layout, names: Sequence[str]) -> None:
-    """Write the universal form of a checkpoint; one rank calls this.
+    """Write the universal form of a checkpoint. Memory: one rank's shard of the optimizer.
 
     Args:
         names: of the parameters, in the optimizer's order.
-
-    Memory: one rank's shard of the optimizer's states. Disk: 12 bytes a parameter, and as much
-    again while it runs.
     """
     if before.zero_stage == 0:
-        states = torch.load(_description(checkpoint, before), weights_only=True)
+        states = load_states(_description(checkpoint, before))
         step = _write_unpartitioned(states, output, names)
     else:
         _run_converter(checkpoint, output)
@@ -89,7 +134,8 @@ def _run_converter(checkpoint: Path, output: Path) -> None:
         strict=True,
         inject_missing_state=True,
     )
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), values_only():
         ds_to_universal.main(options)
     (output.parent / "latest_universal").unlink()  # of no use to us: folders go by name
 
@@ -98,19 +144,19 @@ def _adam_step(output: Path, name: str) -> Tensor:
     """Updates done: skipped steps are none, and some wrappers count one before the first."""
     path = output / "zero" / name / "step.pt"
     if path.exists():
-        return torch.as_tensor(torch.load(path, weights_only=True))
-    common = torch.load(output / "zero" / "optimizer_state.pt", weights_only=True, mmap=True)
+        return torch.as_tensor(load_states(path))
+    common = load_states(output / "zero" / "optimizer_state.pt", mmap=True)
     step = torch.as_tensor(common["optimizer_state_dict"]["state"][0]["step"])
     return step.clone()  # the mapped file is about to be replaced
 
 
 def _shape_parameters(description: Path, output: Path) -> None:
     """From stage 3 the parameters come flat and bare: only stage 3 reads them so."""
-    groups = torch.load(description, weights_only=True, mmap=True)["param_shapes"]
+    groups = load_states(description, mmap=True)["param_shapes"]
     for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
         for key in ("fp32", *MOMENTS):
             path = output / "zero" / name / f"{key}.pt"
-            torch.save({"param": torch.load(path, weights_only=True).view(shape)}, path)
+            torch.save({"param": load_states(path).view(shape)}, path)
 
 
 def optimizer_order(config: RunConfig) -> list[str]:
@@ -143,8 +189,10 @@ def _write_unpartitioned(states: Mapping[str, Any], output: Path, names: Sequenc
 def _describe(checkpoint: Path, output: Path, before: Layout, step: Tensor) -> None:
     """The files beside the parameters, under the names and keys that every stage looks for."""
     for part in range(before.tensor_parallel):
-        states = torch.load(_description(checkpoint, before, part), weights_only=True, mmap=True)
-        described = {key: value for key, value in states.items() if key not in ("module", "optimizer")}
+        states = load_states(_description(checkpoint, before, part), mmap=True)
+        described = {
+            key: value for key, value in states.items() if key not in ("module", "optimizer")
+        }
         for stale in output.glob(f"*mp_rank_{part:02}_model_states.pt"):
             stale.unlink()
         for prefix in ("", "zero_pp_rank_0_"):
@@ -152,7 +200,7 @@ def _describe(checkpoint: Path, output: Path, before: Layout, step: Tensor) -> N
     for folder in (output / "zero").iterdir():
         if folder.is_dir():
             torch.save(step, folder / "step.pt")
-    groups = [{"params": []}] * 2
+    groups: list[dict[str, Any]] = [{"params": []}] * 2
     torch.save(
         {
             "ds_version": states["ds_version"],
@@ -177,7 +225,8 @@ def load(engine: Any, folder: Path) -> None:
     kept = [{key: value for key, value in g.items() if key != "params"} for g in groups]
     engine._config.load_universal_checkpoint = True
     try:
-        path, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        with values_only():
+            path, _ = engine.load_checkpoint(str(folder.parent), tag=folder.name)
     finally:
         engine._config.load_universal_checkpoint = False
     if path is None:
@@ -201,7 +250,7 @@ def _load_unpartitioned(engine: Any, folder: Path) -> None:
                 "step": states["step"].to(device if group.get("fused") else "cpu"),
                 **{moment: states[moment].to(device) for moment in MOMENTS},
             }
-    described = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
+    described = load_states(folder / "mp_rank_00_model_states.pt")
     engine.lr_scheduler.load_state_dict(described["lr_scheduler"])
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, described[name])
@@ -210,7 +259,7 @@ def _load_unpartitioned(engine: Any, folder: Path) -> None:
 
 def _states(folder: Path) -> dict[str, Tensor]:
     """One parameter's weight, moments and step, in host memory."""
-    found = {path.stem: torch.load(path, weights_only=True) for path in folder.glob("*.pt")}
+    found = {path.stem: load_states(path) for path in folder.glob("*.pt")}
     return {name: value["param"] if name != "step" else value for name, value in found.items()}
 
 

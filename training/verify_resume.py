@@ -24,6 +24,7 @@ from torch import Tensor
 
 from configs.schema import ConfigError, load_config
 from training.report import fail
+from training.unpickling import load_states
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 
@@ -49,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     problems = [*_differing_losses(whole, resumed), *_differing_tensors(whole, resumed)]
     for problem in problems:
         print(f"differs: {problem}")
-    half = options.steps // 2
+    half, verdict = options.steps // 2, "NOT exact" if problems else "exact"
     print(
-        f"resuming at step {half} of {options.steps} is {'NOT ' if problems else ''}exact: losses of "
-        f"the steps {half + 1} to {options.steps}, weights and optimizer states"
+        f"resuming at step {half} of {options.steps} is {verdict}: losses of the steps {half + 1} "
+        f"to {options.steps}, weights and optimizer states"
     )
     if problems:
         print(f"both runs are kept in {folder}")
@@ -88,7 +89,7 @@ def _differing_losses(whole: Path, resumed: Path) -> Iterator[str]:
     expected, found = (_losses(folder / "metrics.jsonl") for folder in (whole, resumed))
     for step in sorted(expected.keys() | found.keys()):
         if expected.get(step) != found.get(step):
-            yield f"loss of step {step}: {expected.get(step)} without, {found.get(step)} with a stop"
+            yield f"loss of step {step}: {expected.get(step)}, resumed {found.get(step)}"
 
 
 def _losses(path: Path) -> dict[int, float]:
@@ -103,7 +104,7 @@ def _differing_tensors(whole: Path, resumed: Path) -> Iterator[str]:
         if not other.exists():
             yield f"{other} is missing"
             continue
-        ours, theirs = (torch.load(p, weights_only=True, mmap=True) for p in (path, other))
+        ours, theirs = (load_states(p, mmap=True) for p in (path, other))
         expected, found = dict(_tensors(ours)), dict(_tensors(theirs))
         for key in sorted(expected.keys() | found.keys()):
             if key not in expected or key not in found or not _same(expected[key], found[key]):
