@@ -50,7 +50,8 @@ class Layout:
 
     def __str__(self) -> str:
         split = f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
-        return f"{self.world_size} ranks, ZeRO {self.zero_stage}{split}"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"{ranks}, ZeRO {self.zero_stage}{split}"
 
 
 class NotConverted(RuntimeError):

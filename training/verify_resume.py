@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _train(options, resumed)
     except subprocess.CalledProcessError as error:
         return fail(RuntimeError(f"exit {error.returncode} of: {shlex.join(error.cmd)}"), 1)
-    problems = [*_differing_losses(whole, resumed), *_differing_tensors(whole, resumed)]
+    problems = [*_differing_losses(whole, resumed), *differing_tensors(whole, resumed)]
     for problem in problems:
         print(f"differs: {problem}")
     half, verdict = options.steps // 2, "NOT exact" if problems else "exact"
@@ -97,7 +97,8 @@ def _losses(path: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def _differing_tensors(whole: Path, resumed: Path) -> Iterator[str]:
+def differing_tensors(whole: Path, resumed: Path) -> Iterator[str]:
+    """File and key of each tensor of the newest checkpoints that differs in a bit."""
     name = (whole / "checkpoints" / "latest").read_text(encoding="utf-8").strip()
     for path in sorted((whole / "checkpoints" / name).rglob("*.pt")):
         other = resumed / path.relative_to(whole)
