@@ -51,7 +51,10 @@ from training.out_of_memory import (
 )
 from training.rehearse import any_rank, give_back_memory, rehearse
 from training.report import conclude, describe, describe_milder, fail, say
-from training.setup import Run, policies_of, prepare
+from training.saver import SaveFailed, Saver
+from training.setup import Run, policies_of, prepare, resume
+from training.universal import NotConverted, load_converted
+from training.unpickling import Refused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,16 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, options.overrides)
         if options.check:
             return check(config, machine_described(options))
-        run = prepare(config, ranks)
+        run = prepare(config, ranks, restart=options.restart)
     except (ValueError, OSError) as error:
         return fail(error, 2, ranks)
-    if run.start.step >= config.training.max_steps:
-        say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
-        return 0
     where = Whereabouts()
     try:
         start_process_group(ranks, expandable_segments=config.training.expandable_segments)
-        train(run, where)
+        run = resume(run, restart=options.restart, change_layout=options.change_layout)
+        if run.start.step >= config.training.max_steps:
+            say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
+        else:
+            train(run, where)
     except ConnectionError as error:
         return fail(error, 1)
     except ConfigError as error:
@@ -80,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(error, 1, ranks)
     except VocabularyError as error:
         return fail(error, 2)
+    except (checkpoint.NoCheckpoint, NotConverted, Refused, SaveFailed) as error:
+        return fail(error, 1, ranks)
     except OutOfMemory as error:
         return explain(error.bare(), where)
     torch.distributed.destroy_process_group()
@@ -100,6 +106,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--check", action="store_true", help="print the resolved config and its plan, and exit"
     )
     add_machine(parser.add_argument_group("hardware that --check is for"))
+    parser.add_argument(
+        "--restart", action="store_true",
+        help="begin at step 0; what the run folder holds is kept in its folder before-restart-N",
+    )  # fmt: skip
+    parser.add_argument(
+        "--change-layout", action="store_true",
+        help="continue on other ranks, another ZeRO stage or tensor-parallel size than before",
+    )  # fmt: skip
     # DeepSpeed's launcher writes the first spelling, older torch launchers the second.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -131,7 +145,9 @@ def train(run: Run, where: Whereabouts) -> None:
     if ranks.rank == 0:
         checkpoint.save_config(run.asked)
         checkpoint.save_plan(config, run.plan().as_json())
-    if run.checkpoint:
+    if run.checkpoint and run.converted_from:
+        load_converted(engine, config, run.checkpoint, run.converted_from)
+    elif run.checkpoint:
         checkpoint.load_checkpoint(engine, run.checkpoint)
     describe(run, engine)
     loader = Loader(
@@ -152,8 +168,10 @@ def train(run: Run, where: Whereabouts) -> None:
         max_steps=training.max_steps,
         enabled=ranks.rank == 0,
     )
+    saver = Saver(engine, run)
     with loader, writer, explained(where, run):
-        loss = loop(run, engine, loader, writer, where)
+        loss = loop(run, engine, loader, writer, saver, where)
+        saver.close()
     conclude(run, loss)
 
 
@@ -205,7 +223,12 @@ def explain(failure: OutOfMemory, where: Whereabouts) -> int:
 
 
 def loop(
-    run: Run, engine: Any, loader: Loader, writer: metrics.MetricsWriter, where: Whereabouts
+    run: Run,
+    engine: Any,
+    loader: Loader,
+    writer: metrics.MetricsWriter,
+    saver: Saver,
+    where: Whereabouts,
 ) -> float:
     """Train, log, evaluate and save up to max_steps; returns the last validation loss."""
     training, ranks = run.config.training, run.ranks
@@ -219,6 +242,7 @@ def loop(
         lr = engine.get_lr()[0]
         loss = train_step(engine, loader)
         speed.steps += 1
+        saver.poll()
         writer.step(step)
         last = step == training.max_steps
         if last or step % training.log_interval == 0:
@@ -249,7 +273,7 @@ def loop(
                     samples_consumed=consumed,
                     data_fingerprint=run.train_data.fingerprint(consumed),
                 )
-                checkpoint.save_checkpoint(engine, run.config, progress)
+                saver.save(progress)
     return validation
 
 

@@ -134,6 +134,14 @@ class TrainingConfig(Section):
     evaluation_samples: int = Field(128, gt=0)
     """Validation samples, over all ranks; fewer when the corpus holds fewer."""
     save_interval: int = Field(500, gt=0)
+    keep_last: int | None = Field(None, gt=0)
+    """Complete checkpoints that are kept; left out: all."""
+    keep_every: int | None = Field(None, gt=0)
+    """Beside them, those at multiples of this many steps are kept for good."""
+    save_in_background: bool = True
+    """Copy the states to main memory and write them while training goes on."""
+    on_failed_save: Literal["continue", "stop"] = "continue"
+    """Whether the run goes on without a checkpoint that cannot be written. The last one must be."""
     loss: LossMethod = "auto"
     """Whether the logits are formed in full or chunk by chunk; "auto" goes by their size."""
     z_loss: float = Field(0.0, ge=0, allow_inf_nan=False)
@@ -150,6 +158,18 @@ class TrainingConfig(Section):
     micro-batch and doubles the accumulation, until it fits."""
     decay_embeddings: bool = True
     """Whether weight decay applies to embeddings (a tied output head is one)."""
+
+    @model_validator(mode="after")
+    def _check_retention(self) -> TrainingConfig:
+        if self.keep_every is not None:
+            if self.keep_last is None:
+                raise ValueError("keep_every: without keep_last all checkpoints are kept")
+            if self.keep_every % self.save_interval:
+                raise ValueError(
+                    f"keep_every={self.keep_every} is no multiple of "
+                    f"save_interval={self.save_interval}"
+                )
+        return self
 
 
 Blocks = str | list[int]

@@ -1,22 +1,26 @@
-"""The run folder and its checkpoints: claim, save, find, load."""
+"""The run folder and its checkpoints: claim, find, load. training/saver.py saves them."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
+import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
-from configs.deepspeed import tensor_parallel_size
 from configs.schema import RunConfig, load_config
 from model.gpt import GPT, build
 from model.partition import join
+from training import store
+from training.engine import Ranks
+from training.unpickling import load_states, values_only
 
 # Keys that may differ when a run is continued: they do not change what is computed at a step.
 FREE_KEYS = {
@@ -26,13 +30,26 @@ FREE_KEYS = {
     "training.evaluation_interval",
     "training.evaluation_samples",
     "training.save_interval",
+    "training.keep_last",
+    "training.keep_every",
+    "training.save_in_background",
+    "training.on_failed_save",
     "training.loss",
     "training.expandable_segments",
     "training.rehearse",
     "training.on_out_of_memory",
 }
+# How the ranks share the work may change: the samples of a step and their order stay the same.
 # What data may change depends on how much of it has been read: see setup.require_same_past.
-FREE_SECTIONS = ("activation_checkpointing", "data.")
+FREE_SECTIONS = (
+    "activation_checkpointing",
+    "data.",
+    "deepspeed.zero_optimization",
+    "deepspeed.tensor_parallel",
+    "deepspeed.train_batch_size",
+    "deepspeed.train_micro_batch_size_per_gpu",
+    "deepspeed.gradient_accumulation_steps",
+)
 
 
 @dataclass(frozen=True)
@@ -47,30 +64,33 @@ class Progress:
     world_size: int
 
 
-def claim_run_folder(config: RunConfig) -> Path | None:
-    """The newest checkpoint of this run; None for a run that has none yet.
+def claim_run_folder(config: RunConfig, *, restart: bool = False) -> None:
+    """See that a run may be started or continued here, or, with `restart`, begun anew.
 
     Raises:
         OSError: the folder cannot be made or written.
-        ValueError: it holds something else, another run, or checkpoints without `latest`.
+        ValueError: it holds something else, or a run of another config.
     """
+    store.forbid_world_writing()
     folder = Path(config.training.run_folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder}: no permission to write into this run folder")
-    # Of training/profile.py and of a rehearsal that did not fit.
-    before_training = re.compile(r"profile|out_of_memory(_rank\d+)?\.json")
+    store.close_to_the_world(folder)
+    # Of training/profile.py, of a rehearsal that did not fit, and of --restart.
+    before_training = re.compile(r"profile|out_of_memory(_rank\d+)?\.json|before-restart-\d+")
     if all(before_training.fullmatch(entry.name) for entry in folder.iterdir()):
-        return None
+        return
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder}: not empty and not a run folder; choose another run_folder")
+    if restart:
+        return
     differences = config_differences(load_config(folder / "config.json"), config)
     if differences:
         raise ValueError(
-            f"{folder} holds a run of another config; choose another training.run_folder or set "
-            "these back:\n" + "\n".join(differences)
+            f"{folder} holds a run of another config; choose another training.run_folder, set "
+            "these back, or begin anew with --restart:\n" + "\n".join(differences)
         )
-    return latest_checkpoint(folder)
 
 
 def config_differences(old: RunConfig, new: RunConfig) -> list[str]:
@@ -94,85 +114,139 @@ def _flatten(node: Any, path: str = "") -> dict[str, Any]:
     return flat
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names.
+class NoCheckpoint(RuntimeError):
+    """There are checkpoints, or were, and none that can be used."""
+
+
+@dataclass
+class Search:
+    """For the newest complete checkpoint of a run folder."""
+
+    run_folder: Path
+    found: Path | None = None
+    """None as long as the search goes on, and in a folder that never had one."""
+    manifest: store.Manifest | None = None
+    refused: dict[Path, str] = field(default_factory=dict)
+    """Newer ones, and what is wrong with each."""
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_folder / "checkpoints"
+
+    def run(self, config: RunConfig, verify: Verify) -> None:
+        """
+        Raises:
+            NoCheckpoint: there is none to go on from, and step 0 is not where the run stands.
+        """
+        candidates = store.candidates(self.checkpoints)
+        for path in candidates:
+            reason = verify(path, config)
+            if reason is None:
+                self.found, self.manifest = path, store.read_manifest(path)
+                return
+            self.refused[path] = reason
+        aside = sorted(self.checkpoints.glob(f"{store.DAMAGED}*"))
+        pointer = store.pointed_at(self.checkpoints)
+        if candidates or aside or pointer is not None:
+            lines = [*self.warnings(), *(f"{path}: set aside earlier" for path in aside)]
+            raise NoCheckpoint(
+                f"{self.checkpoints}: holds no complete checkpoint of this run\n"
+                + "".join(f"  {line}\n" for line in lines)
+                + "put one back, or begin anew with --restart, which keeps these files"
+            )
+
+    def warnings(self) -> list[str]:
+        """What is not as a run leaves it, a line each."""
+        lines = [f"{path} is not used: {reason}" for path, reason in self.refused.items()]
+        pointer, latest = store.pointed_at(self.checkpoints), self.checkpoints / "latest"
+        if pointer is None:
+            lines += [f"{latest} is missing"] if self.found else []
+        elif not pointer:
+            lines.append(f"{latest} is empty")
+        elif not (self.checkpoints / pointer).is_dir():
+            lines.append(f"{latest} names {pointer!r}, which is not there")
+        elif self.found and self.checkpoints / pointer not in [self.found, *self.refused]:
+            lines.append(f"{latest} names {pointer!r}, which is not the newest complete checkpoint")
+        return lines
+
+
+Verify = Callable[[Path, RunConfig], str | None]
+"""What is wrong with a checkpoint of this run; None: nothing."""
+
+
+def verify_alone(path: Path, config: RunConfig, *, rank: int = 0, ranks: int = 1) -> str | None:
+    """What is wrong with it as far as this rank looks: at one file of `ranks`."""
+    try:
+        manifest = store.read_manifest(path)
+        if differences := foreign(manifest, config):
+            return f"it is of another run: {differences[0]}"
+        store.verify(path, manifest, rank=rank, ranks=ranks)
+    except store.Damaged as error:
+        return str(error)
+    return None
+
+
+def foreign(manifest: store.Manifest, config: RunConfig) -> list[str]:
+    try:
+        return config_differences(RunConfig.model_validate(manifest.config), config)
+    except ValidationError as error:
+        return [f"its config is not valid: {error.errors()[0]['msg']}"]
+
+
+def find_together(config: RunConfig, ranks: Ranks, *, restart: bool = False) -> Search:
+    """The checkpoint that all ranks continue from; each verifies a share of the files.
+
+    Rank 0 says what was wrong with newer ones and puts them aside, out of the way of what the run
+    will write, and removes what crashes have left. With `restart` it moves all files of the run.
 
     Raises:
-        ValueError: there are checkpoints, but `latest` does not name a complete one.
+        NoCheckpoint: see Search.
+        OSError: on rank 0.
     """
-    checkpoints = folder / "checkpoints"
-    pointer = checkpoints / "latest"
-    if pointer.exists():
-        path = checkpoints / pointer.read_text(encoding="utf-8").strip()
-        if (path / "progress.json").exists():
-            return path
-        raise ValueError(f"{pointer} names {path.name!r}, which is not a complete checkpoint")
-    found = sorted(path.name for path in checkpoints.glob("step-*"))
-    if found:
-        raise ValueError(f"{pointer} is missing; write one of {', '.join(found)} into it")
-    return None
+    folder = Path(config.training.run_folder)
+    if ranks.rank == 0 and restart and (aside := store.begin_anew(folder)):
+        print(f"restarting at step 0: what {folder} held is in {aside}", flush=True)
+    torch.distributed.barrier()
+
+    def verify(path: Path, config: RunConfig) -> str | None:
+        reasons: list[str | None] = [None] * ranks.world_size
+        reason = verify_alone(path, config, rank=ranks.rank, ranks=ranks.world_size)
+        torch.distributed.all_gather_object(reasons, reason)
+        return next((reason for reason in reasons if reason), None)
+
+    search = Search(folder)
+    search.run(config, verify)
+    warnings = search.warnings()
+    torch.distributed.barrier()  # all have looked before anything is moved
+    if ranks.rank == 0:
+        for line in warnings:
+            print(f"warning    {line}", flush=True)
+        for path in search.refused:
+            print(f"warning    {path} is now {store.set_aside(path).name}", flush=True)
+        store.sweep(search.checkpoints)
+    torch.distributed.barrier()
+    return search
 
 
 def save_config(config: RunConfig) -> None:
     folder = Path(config.training.run_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_atomically(folder / "config.json", config.model_dump_json(indent=2) + "\n")
+    store.write_durably(folder / "config.json", config.model_dump_json(indent=2) + "\n")
 
 
 def save_plan(config: RunConfig, plan: dict[str, Any]) -> None:
     path = Path(config.training.run_folder) / "memory_plan.json"
-    _write_atomically(path, json.dumps(plan, indent=2) + "\n")
-
-
-def save_checkpoint(engine: Any, config: RunConfig, progress: Progress) -> Path:
-    """Called by every rank. The folder gets its name, and `latest` follows, when all is written."""
-    checkpoints = Path(config.training.run_folder) / "checkpoints"
-    name = f"step-{progress.step:08}"
-    unfinished = checkpoints / f"unfinished-{name}"
-    final = checkpoints / name
-    if engine.global_rank == 0 and unfinished.exists():
-        shutil.rmtree(unfinished)
-    torch.distributed.barrier()
-    engine.save_checkpoint(str(checkpoints), tag=unfinished.name, save_latest=False)
-    torch.distributed.barrier()
-    if engine.global_rank == 0:
-        (unfinished / "config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
-        (unfinished / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        if final.exists():
-            shutil.rmtree(final)
-        unfinished.rename(final)
-        _write_atomically(checkpoints / "latest", name)
-    torch.distributed.barrier()
-    return final
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def read_progress(checkpoint: Path, expected: Progress) -> Progress:
-    """Where a checkpoint's run stood.
-
-    Raises:
-        ValueError: it is of another number of ranks than `expected`.
-    """
-    progress = Progress(**json.loads((checkpoint / "progress.json").read_text(encoding="utf-8")))
-    if progress.world_size != expected.world_size:
-        raise ValueError(
-            f"{checkpoint}: written by {progress.world_size} ranks, but this run has "
-            f"{expected.world_size}"
-        )
-    return progress
+    store.write_durably(path, json.dumps(plan, indent=2) + "\n")
 
 
 def load_checkpoint(engine: Any, checkpoint: Path) -> None:
-    """Restore model, optimizer and schedule on every rank."""
-    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    """Restore model, optimizer and schedule on every rank.
+
+    Raises:
+        Refused: a file holds more than values.
+    """
+    with store.reading(checkpoint), values_only():
+        path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise RuntimeError(f"DeepSpeed could not load {checkpoint}")
 
@@ -183,12 +257,16 @@ def load_model(run_folder: Path) -> tuple[GPT, RunConfig]:
     if not config_path.exists():
         raise ValueError(f"{run_folder}: not a run folder (no config.json)")
     config = load_config(config_path)
-    checkpoint = latest_checkpoint(run_folder)
-    if checkpoint is None:
+    search = Search(run_folder)
+    search.run(config, verify_alone)
+    if search.found is None or search.manifest is None:
         raise ValueError(f"{run_folder}: holds no checkpoint yet")
+    for line in search.warnings():
+        print(f"warning    {line}", file=sys.stderr, flush=True)
     model = build(config.model, seed=0)
-    parts = range(tensor_parallel_size(config.deepspeed))
-    weights = [_float32_weights(checkpoint, part) for part in parts]
+    parts = range(search.manifest.tensor_parallel)
+    with store.reading(search.found), values_only():
+        weights = [_float32_weights(search.found, part) for part in parts]
     model.load_state_dict(join(config.model, weights))
     model.tie_embeddings()
     return model, config
@@ -199,7 +277,7 @@ def _float32_weights(checkpoint: Path, part: int) -> dict[str, torch.Tensor]:
     files = list(checkpoint.glob(f"*mp_rank_{part:02}_*.pt"))
     if not any("zero_pp_rank" in file.name for file in files):
         path = checkpoint / f"mp_rank_{part:02}_model_states.pt"
-        states = torch.load(path, map_location="cpu", weights_only=True)
+        states = load_states(path)
         return {name: weight.float() for name, weight in states["module"].items()}
     # Imported here: weights of an unpartitioned run can be read without DeepSpeed.
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

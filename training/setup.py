@@ -22,6 +22,7 @@ from memory.policies import Policy, block_policies
 from training import checkpoint
 from training.documents import separator_of, tokenizer_record
 from training.engine import Ranks
+from training.universal import Layout, refusal
 
 CURES_SHOWN = 3
 
@@ -42,7 +43,15 @@ class Run:
     """By name; a single one has the name ""."""
     start: checkpoint.Progress
     checkpoint: Path | None
-    """Where `start` comes from; None for a new run."""
+    """Where `start` comes from; None for a new run, and until `resume` has looked for one."""
+
+    converted_from: Layout | None = None
+    """The layout of `checkpoint`, where it is not the run's own."""
+
+    @property
+    def layout(self) -> Layout:
+        stage = self.section["zero_optimization"].get("stage", 0)
+        return Layout(self.ranks.world_size, self.ranks.tensor_parallel, stage)
 
     @property
     def total_samples(self) -> int:
@@ -78,7 +87,7 @@ class Run:
         return replace(self, config=config, section=section, policies=cure.plan.policies)
 
 
-def prepare(config: RunConfig, ranks: Ranks) -> Run:
+def prepare(config: RunConfig, ranks: Ranks, *, restart: bool = False) -> Run:
     """Resolve the config, open the data and claim the run folder.
 
     Raises:
@@ -101,12 +110,49 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     if problems:
         raise ConfigError(problems)
     ranks = replace(ranks, tensor_parallel=tensor_parallel_size(section))
-    found = checkpoint.claim_run_folder(config)
+    checkpoint.claim_run_folder(config, restart=restart)
     start = checkpoint.Progress(0, 0, train_data.fingerprint(0), ranks.world_size)
-    if found:
-        start = checkpoint.read_progress(found, start)
-        require_same_past(train_data, start)
-    return Run(config, config, section, policies, ranks, train_data, validation_data, start, found)
+    return Run(config, config, section, policies, ranks, train_data, validation_data, start, None)
+
+
+def resume(run: Run, *, restart: bool = False, change_layout: bool = False) -> Run:
+    """The run from its newest complete checkpoint on; a collective call.
+
+    Args:
+        change_layout: whether that may be of other ranks, ZeRO stage or tensor parallelism.
+
+    Raises:
+        ConfigError: the checkpoint is of other data, another batch or another layout.
+        NoCheckpoint: there are some, and none can be used.
+    """
+    search = checkpoint.find_together(run.config, run.ranks, restart=restart)
+    if search.found is None or search.manifest is None:
+        return run
+    start = checkpoint.Progress(**search.manifest.progress)
+    require_same_past(run.train_data, start)
+    batch = search.manifest.deepspeed["train_batch_size"]
+    if batch != run.section["train_batch_size"]:
+        raise ConfigError(
+            [
+                f"{search.found}: written with deepspeed.train_batch_size={batch:,}, but this run "
+                f"has {run.section['train_batch_size']:,} on {run.ranks.world_size} ranks"
+            ]
+        )
+    start = replace(start, world_size=run.ranks.world_size)
+    run = replace(run, start=start, checkpoint=search.found)
+    before, after = Layout.of(search.manifest), run.layout
+    if before == after:
+        return run
+    if reason := refusal(before, after, run.section):
+        raise ConfigError([f"{search.found}: of {before}, and this run is of {after}: {reason}"])
+    if not change_layout:
+        raise ConfigError(
+            [
+                f"{search.found}: written by {before}, and this run has {after}: set them back, or "
+                "let --change-layout convert it (losses then agree to rounding, not to the bit)"
+            ]
+        )
+    return replace(run, converted_from=before)
 
 
 def policies_of(config: RunConfig, machine: Machine) -> tuple[Policy, ...]:
