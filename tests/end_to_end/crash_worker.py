@@ -1,19 +1,21 @@
 """Train in forked processes that die as they are told to, and resume: what is imported is shared.
 
-    crash_worker.py CONFIG RANKS DEATHS RESULT
+    crash_worker.py WHOLE CONFIG RANKS DEATHS RESULT
 
-DEATHS is a JSON list, a life each: {"rank": R, "operation": N} dies before its N-th operation on
-files once training has begun, {"rank": R, "seconds": S} S seconds after training has begun. After
-the last comes a life that ends by itself. RESULT gets how each life ended, the operations that
-were cut off, and which samples were trained on, after all that was trained in vain is left out.
+First the config WHOLE is trained undisturbed: what that imports, the others need not. DEATHS is a
+JSON list, a life each: {"rank": R, "operation": N} dies before its N-th operation on files once
+training has begun, {"rank": R, "seconds": S} S seconds after that. After the last comes a life that
+ends by itself. RESULT gets how each life ended, the operations that were cut off, and which samples
+were trained on, after all that was trained in vain is left out.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -85,7 +87,6 @@ def arm(death: dict[str, Any], note: Path) -> None:
             threading.Timer(death["seconds"], partial(die, note, "any moment")).start()
         for name in WATCHED:
             setattr(os, name, partial(counted, name, getattr(os, name)))
-        shutil.rmtree.avoids_symlink_attacks  # noqa: B018: it takes os.unlink when it is called
         file = writer.HashedFile
         file.__init__ = partialmethod("open", file.__init__)  # type: ignore[method-assign]
         file.write = halfway(file.write)  # type: ignore[method-assign]
@@ -121,6 +122,8 @@ def live(config: str, rank: int, ranks: int, port: int, death: dict[str, Any], f
     code = 1
     try:
         code = train.main(["--config", config])
+        if death.get("imports") and rank == 0:
+            (folder / "modules").write_text(json.dumps([*sys.modules]))
     finally:
         os._exit(code)
 
@@ -131,8 +134,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def main(config: str, ranks: int, deaths: list[dict[str, Any]], result: Path) -> None:
+def import_all(modules: list[str]) -> None:
+    """Else each life would spend seconds on torch's compiler, which no step uses."""
+    for module in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+
+
+def main(whole: str, config: str, ranks: int, deaths: list[dict[str, Any]], result: Path) -> None:
     folder = result.parent
+    port = free_port()
+    for rank in range(ranks):
+        live(whole, rank, ranks, port, {"imports": True}, folder / "whole")
+    for _ in range(ranks):
+        os.wait()
+    import_all(json.loads((folder / "whole" / "modules").read_text()))
     ends, notes = [], []
     for death in [*deaths, {}]:
         port = free_port()
@@ -154,4 +170,5 @@ def main(config: str, ranks: int, deaths: list[dict[str, Any]], result: Path) ->
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), Path(sys.argv[4]))
+    whole, config, ranks, deaths, result = sys.argv[1:]
+    main(whole, config, int(ranks), json.loads(deaths), Path(result))
