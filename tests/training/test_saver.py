@@ -1,4 +1,4 @@
-"""Saving with an engine that is no more than its states: copies, failures, back-pressure, search."""
+"""Saving with an engine that is no more than its states; what a search then finds."""
 
 from __future__ import annotations
 
@@ -120,32 +120,24 @@ def test_a_save_waits_for_the_one_before(
 
 
 @pytest.fixture
-def limited() -> Iterator[None]:
+def limit() -> Iterator[Callable[[bool], None]]:
     """No file may grow beyond 50,000 bytes: what a full disk looks like to a program."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, old[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
-def unlimited() -> None:
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda on: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000 if on else soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("in_background", [True, False])
 def test_a_failed_save_is_reported_and_the_next_one_tried(
     new_saver: Callable[..., Saver],
-    limited: None,
+    limit: Callable[[bool], None],
     in_background: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    unlimited()
     saver = new_saver(save_in_background=in_background)
     saver.save(at(1))
     saver._settle()
-    soft = (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-    resource.setrlimit(resource.RLIMIT_FSIZE, soft)
+    limit(True)
     saver.save(at(2))
     saver._settle()
     printed = capsys.readouterr().out
@@ -155,7 +147,7 @@ def test_a_failed_save_is_reported_and_the_next_one_tried(
     assert "newest complete: step-00000001" in printed
     assert names(saver) == {"latest", "step-00000001"}
     assert verify_alone(saver.checkpoints / "step-00000001", saver.run.config) is None
-    unlimited()
+    limit(False)
     saver.save(at(3))
     saver.close()
     assert names(saver) == {"latest", "step-00000001", "step-00000003"}
@@ -163,18 +155,26 @@ def test_a_failed_save_is_reported_and_the_next_one_tried(
 
 @pytest.mark.parametrize("in_background", [True, False])
 def test_a_failed_save_stops_the_run_that_asks_for_it(
-    new_saver: Callable[..., Saver], limited: None, in_background: bool
+    new_saver: Callable[..., Saver], limit: Callable[[bool], None], in_background: bool
 ) -> None:
+    limit(True)
     saver = new_saver(on_failed_save="stop", save_in_background=in_background)
-    with pytest.raises(SaveFailed, match=r"step 1 failed.*File too large"):
+
+    def save() -> None:
         saver.save(at(1))
         saver._settle()
+
+    with pytest.raises(SaveFailed, match=r"step 1 failed.*File too large"):
+        save()
     assert names(saver) == set()
 
 
 def test_the_last_save_must_succeed_and_is_tried_twice(
-    new_saver: Callable[..., Saver], limited: None, capsys: pytest.CaptureFixture[str]
+    new_saver: Callable[..., Saver],
+    limit: Callable[[bool], None],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    limit(True)
     saver = new_saver()
     saver.save(at(9))
     with pytest.raises(SaveFailed, match="step 9 is not saved"):

@@ -267,6 +267,8 @@ def test_what_may_change_when_a_run_goes_on(altered: Callable[..., Any]) -> None
         "training.log_interval": 7,
         "data.validation": "elsewhere",
         "training.expandable_segments": True,
+        "training.save_in_background": False,
+        "training.keep_last": 3,
     }
     free["activation_checkpointing"] = {"policies": {"full": "all"}}
     assert checkpoint.config_differences(config({}), config(free)) == []
@@ -275,18 +277,3 @@ def test_what_may_change_when_a_run_goes_on(altered: Callable[..., Any]) -> None
         "deepspeed.bf16.enabled: the run has null, the config true",
         "deepspeed.optimizer.params.lr: the run has 0.01, the config 0.5",
     ]
-
-
-def test_latest_has_to_name_a_complete_checkpoint(tmp_path: Path) -> None:
-    assert checkpoint.latest_checkpoint(tmp_path) is None
-    checkpoints = tmp_path / "checkpoints"
-    complete = checkpoints / "step-00000010"
-    complete.mkdir(parents=True)
-    (complete / "progress.json").write_text("{}")
-    with pytest.raises(ValueError, match="latest is missing; write one of step-00000010"):
-        checkpoint.latest_checkpoint(tmp_path)
-    (checkpoints / "latest").write_text("step-00000010\n")
-    assert checkpoint.latest_checkpoint(tmp_path) == complete
-    (checkpoints / "latest").write_text("step-00000020")
-    with pytest.raises(ValueError, match="'step-00000020', which is not a complete checkpoint"):
-        checkpoint.latest_checkpoint(tmp_path)
