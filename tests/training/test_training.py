@@ -23,6 +23,8 @@ from training import checkpoint
 from training.engine import Ranks, read_ranks, seed_step, start_process_group
 from training.evaluate import validation_loss
 from training.extensions import BuildError
+from training.saver import SaveFailed
+from training.unpickling import Refused
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 
@@ -122,6 +124,9 @@ def test_expandable_segments_are_asked_for_before_the_device_is_used(
         (VocabularyError("token 900"), 2),
         (BuildError("no compiler"), 1),
         (ConnectionError("port taken"), 1),
+        (checkpoint.NoCheckpoint("none complete"), 1),
+        (Refused("states.pt"), 1),
+        (SaveFailed("disk full"), 1),
     ],
 )
 def test_what_is_found_wrong_after_the_ranks_have_met_is_one_line(
@@ -139,6 +144,7 @@ def test_what_is_found_wrong_after_the_ranks_have_met_is_one_line(
         raise error
 
     environment.setattr(train, "start_process_group", lambda *_, **__: None)
+    environment.setattr(train, "resume", lambda run, **_: run)
     environment.setattr(train, "train", fail)
     assert train.main(["--config", str(path)]) == code
     assert capsys.readouterr().err == f"error: {error}\n"
