@@ -62,8 +62,23 @@ def problems_of(config: RunConfig, section: Mapping[str, Any], device: str) -> l
     lines += _backend(config, section)
     lines += _optimizer(section)
     lines += _data_types(section)
+    lines += _saving(_block(section, "checkpoint"))
     lines += _other(section)
     return lines if lines else whole_problems(driven)
+
+
+def _saving(block: Mapping[str, Any]) -> Iterator[str]:
+    """What of the checkpoint block training/writer.py takes the place of."""
+    replaced = {
+        "checkpoint_serialization": "checkpoints are written in torch's zip format; leave it out",
+        "use_node_local_storage": "rank 0 completes a checkpoint, so it has to see all of its "
+        "files; set training.run_folder on a shared file system",
+        "writer": "DeepSpeed's writers neither sync nor checksum, and training.save_in_background "
+        "takes their place; leave it out",
+    }
+    for key, reason in replaced.items():
+        if key in block:
+            yield f"deepspeed.checkpoint.{key}: {reason}"
 
 
 def _block(section: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def load_states(path: str | Path, *, map_location: Any = "cpu", mmap: bool | Non
     except pickle.UnpicklingError as error:
         # torch's first line names the function; the rest advises to allow it.
         lines = [line.strip() for line in str(error).splitlines() if "nsupported" in line]
-        reason = lines[0].removeprefix("WeightsUnpickler error: ") if lines else "not a checkpoint"
-        raise Refused(f"{path}: refused, it would run code: {reason}") from None
+        reason = lines[0].removeprefix("WeightsUnpickler error: ") if lines else "not torch's"
+        raise Refused(f"{path}: refused, it holds more than values: {reason}") from None
 
 
 @contextmanager

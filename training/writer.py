@@ -92,7 +92,8 @@ class Staging:
         memo: dict[int, Any] = {}
         for tensor in tensors(state):
             if type(tensor) in (Tensor, torch.nn.Parameter):
-                memo[id(tensor)] = self._copy_tensor(tensor)
+                memo[id(tensor)] = copied = self._copy_tensor(tensor)
+                copied.__dict__.update(copy.deepcopy(tensor.__dict__, memo))  # saved too
         return copy.deepcopy(state, memo)
 
     def wait(self) -> None:

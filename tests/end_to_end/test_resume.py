@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from training import store
 
 CASES = [
     pytest.param(1, {"stage": 0}, {}, id="zero0"),
@@ -62,3 +67,70 @@ def test_resumed_losses_are_identical(
     assert again.returncode == 0
     assert "done, at step 20" in again.stdout
     assert losses(str(tmp_path / "halved")) == expected
+
+
+class Runs:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (self.command,)
+
+
+@pytest.mark.slow
+def test_a_damaged_shard_of_one_rank_sends_all_ranks_to_the_checkpoint_before(
+    altered: Callable[..., Any], command: Any, losses: Callable[[str], dict[int, float]]
+) -> None:
+    changes = {"deepspeed.zero_optimization.stage": 2, "training.save_interval": 4}
+    config = altered({**changes, "training.max_steps": 8, "deepspeed.scheduler": ...})
+    folder = Path(config["training"]["run_folder"])
+    assert command.train(config, ranks=2).returncode == 0
+    expected = losses(str(folder))
+    newest = folder / "checkpoints" / "step-00000008"
+    shard = newest / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    os.truncate(shard, shard.stat().st_size - 1)
+    resumed = command.train(config, ranks=2)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert f"{newest} is not used: {shard.name}: " in resumed.stdout
+    assert "checkpoints/step-00000004 at step 4" in resumed.stdout
+    assert losses(str(folder)) == expected
+    assert (folder / "checkpoints" / f"damaged-{newest.name}").is_dir()
+    store.verify(newest, store.read_manifest(newest))
+
+
+@pytest.mark.slow
+def test_what_cannot_be_continued_is_refused_until_it_is_told_to_restart(
+    altered: Callable[..., Any], command: Any, tmp_path: Path
+) -> None:
+    config = altered({"training.max_steps": 2, "deepspeed.scheduler": ...})
+    folder = Path(config["training"]["run_folder"])
+    assert command.train(config).returncode == 0
+    checkpoint = folder / "checkpoints" / "step-00000002"
+
+    # Someone puts a file there that runs a command, and makes the manifest agree with it.
+    states, trace = checkpoint / "mp_rank_00_model_states.pt", tmp_path / "ran"
+    torch.save({"module": Runs(f"touch {trace}")}, states)
+    manifest = store.read_manifest(checkpoint)
+    digest = hashlib.sha256(states.read_bytes()).hexdigest()
+    written = store.Written(bytes=states.stat().st_size, sha256=digest)
+    changed = manifest.model_copy(update={"files": {**manifest.files, states.name: written}})
+    store.write_manifest(checkpoint, changed)
+    more = ["--set", "training.max_steps=4"]
+    refused = command.train(config, *more)
+    assert refused.returncode == 1
+    assert "Traceback" not in refused.stderr
+    assert f"error: {states}: refused" in refused.stderr
+    assert not trace.exists()
+
+    states.unlink()
+    before = (folder / "metrics.jsonl").read_bytes()
+    lost = command.train(config, *more)
+    assert lost.returncode == 1
+    assert "Traceback" not in lost.stderr
+    assert f"{checkpoint} is not used: {states.name}: missing" in lost.stderr
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+    again = command.train(config, *more, "--restart")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert (folder / "before-restart-1" / "metrics.jsonl").read_bytes() == before
+    assert (folder / "checkpoints" / "latest").read_text() == "step-00000004"

@@ -23,6 +23,8 @@ from training import checkpoint
 from training.engine import Ranks, read_ranks, seed_step, start_process_group
 from training.evaluate import validation_loss
 from training.extensions import BuildError
+from training.saver import SaveFailed
+from training.unpickling import Refused
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 
@@ -122,6 +124,9 @@ def test_expandable_segments_are_asked_for_before_the_device_is_used(
         (VocabularyError("token 900"), 2),
         (BuildError("no compiler"), 1),
         (ConnectionError("port taken"), 1),
+        (checkpoint.NoCheckpoint("none complete"), 1),
+        (Refused("states.pt"), 1),
+        (SaveFailed("disk full"), 1),
     ],
 )
 def test_what_is_found_wrong_after_the_ranks_have_met_is_one_line(
@@ -139,6 +144,7 @@ def test_what_is_found_wrong_after_the_ranks_have_met_is_one_line(
         raise error
 
     environment.setattr(train, "start_process_group", lambda *_, **__: None)
+    environment.setattr(train, "resume", lambda run, **_: run)
     environment.setattr(train, "train", fail)
     assert train.main(["--config", str(path)]) == code
     assert capsys.readouterr().err == f"error: {error}\n"
@@ -268,6 +274,8 @@ def test_what_may_change_when_a_run_goes_on(altered: Callable[..., Any]) -> None
         "data.validation": "elsewhere",
         "data.schedule": [{"from_tokens": 1000, "weights": [2]}],
         "training.expandable_segments": True,
+        "training.save_in_background": False,
+        "training.keep_last": 3,
     }
     free["activation_checkpointing"] = {"policies": {"full": "all"}}
     assert checkpoint.config_differences(config({}), config(free)) == []
@@ -276,18 +284,3 @@ def test_what_may_change_when_a_run_goes_on(altered: Callable[..., Any]) -> None
         "deepspeed.bf16.enabled: the run has null, the config true",
         "deepspeed.optimizer.params.lr: the run has 0.01, the config 0.5",
     ]
-
-
-def test_latest_has_to_name_a_complete_checkpoint(tmp_path: Path) -> None:
-    assert checkpoint.latest_checkpoint(tmp_path) is None
-    checkpoints = tmp_path / "checkpoints"
-    complete = checkpoints / "step-00000010"
-    complete.mkdir(parents=True)
-    (complete / "progress.json").write_text("{}")
-    with pytest.raises(ValueError, match="latest is missing; write one of step-00000010"):
-        checkpoint.latest_checkpoint(tmp_path)
-    (checkpoints / "latest").write_text("step-00000010\n")
-    assert checkpoint.latest_checkpoint(tmp_path) == complete
-    (checkpoints / "latest").write_text("step-00000020")
-    with pytest.raises(ValueError, match="'step-00000020', which is not a complete checkpoint"):
-        checkpoint.latest_checkpoint(tmp_path)
