@@ -57,7 +57,7 @@ def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, *, mask: Tensor) -> Tensor:
-    """Computes every pair's score, as causal attention does half of them, and drops the masked."""
+    """The score of every pair is computed, of those that are masked too."""
     grouped = k.shape[1] != q.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped
