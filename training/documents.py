@@ -14,20 +14,24 @@ def separator_of(data: DataConfig) -> int | None:
     """The id of the token that ends every document; None where documents are not masked.
 
     Raises:
-        ConfigError: the tokenizer is unknown, or has no such token.
+        ConfigError: a corpus does not say, or they do not agree.
         ValueError: a manifest or the tokenizer named is damaged.
     """
     if not data.document_masking:
         return None
-    path = data.train[0].path  # open_data sees to it that all corpora are of one tokenizer
-    manifest = read_manifest(path)
-    tokenizer = manifest.inputs.tokenizer if manifest else tokenizer_record(data.tokenizer)
-    if tokenizer is None:
-        raise _refused(f"{path} has no manifest.json that would name its tokenizer")
-    separator = tokenizer.special_tokens.get(END_OF_DOCUMENT, -1)
-    if separator < 0:
-        raise _refused(f"the tokenizer of {path} has no end-of-document token")
-    return separator
+    named = tokenizer_record(data.tokenizer)
+    found: dict[str, int] = {}
+    for path in [*(corpus.path for corpus in data.train), *data.validation_sets.values()]:
+        manifest = read_manifest(path)
+        tokenizer = manifest.inputs.tokenizer if manifest else named
+        if tokenizer is None:
+            raise _refused(f"{path} has no manifest.json that would name its tokenizer")
+        found[path] = tokenizer.special_tokens.get(END_OF_DOCUMENT, -1)
+        if found[path] < 0:
+            raise _refused(f"the tokenizer of {path} has no end-of-document token")
+    if len(set(found.values())) > 1:
+        raise _refused(f"the corpora end documents with different tokens: {found}")
+    return next(iter(found.values()))
 
 
 def tokenizer_record(path: str | None) -> TokenizerRecord | None:

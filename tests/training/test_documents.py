@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from configs.schema import ConfigError, DataConfig, RunConfig
+from configs.schema import ConfigError, DataConfig
 from data.manifest import MANIFEST_NAME
+from data.train_tokenizer import train_tokenizer
 from tests.conftest import SEPARATOR
 from training.documents import separator_of
-from training.engine import Ranks
-from training.setup import prepare
 
 
 def masked(*folders: Path) -> DataConfig:
@@ -64,12 +61,12 @@ def test_corpora_that_do_not_agree_are_refused(
         separator_of(masked(corpus_of_documents, manifest_with({"eos": SEPARATOR + 1})))
 
 
-def test_a_run_on_a_corpus_without_a_manifest_is_refused_in_one_line(
-    altered: Callable[..., Any], corpus: Path
-) -> None:
-    config = RunConfig.model_validate(altered({"data.document_masking": True}))
-    ranks = Ranks(0, 0, 1, 1, torch.device("cpu"))
+def test_a_corpus_without_a_manifest_needs_its_tokenizer_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        prepare(config, ranks)
+        separator_of(masked(tmp_path))
     (line,) = caught.value.problems
-    assert line.startswith(f"data.document_masking: {corpus}/train has no manifest.json")
+    assert line.startswith(f"data.document_masking: {tmp_path}/train has no manifest.json")
+    trained = tmp_path / "tokenizer.model"
+    train_tokenizer(["some text to learn from, " * 20], 300, trained)
+    named = masked(tmp_path).model_copy(update={"tokenizer": str(trained)})
+    assert separator_of(named) == 2  # what data.tokenizer gives </s>
