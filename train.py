@@ -4,7 +4,9 @@
     torchrun --nproc_per_node 2 train.py --config configs/quickstart.json
     python train.py --config configs/quickstart.json --set training.max_steps=20
 
-Run again on the same run folder, it continues from the newest checkpoint.
+Run again on the same run folder, it continues from the newest checkpoint. Exit codes: 0 done, 1
+failed, 2 a mistake in the config or the command, 75 stopped early by a signal or a time limit, with
+a checkpoint saved: run it again.
 """
 
 from __future__ import annotations
@@ -13,17 +15,15 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from configs.deepspeed import Hardware, precision, resolve, warnings_of
+from configs.deepspeed import Hardware, resolve, warnings_of
 from configs.schema import ConfigError, RunConfig, load_config
 from data.dataset import VocabularyError
-from data.loader import Loader, evaluation_batches
+from data.loader import evaluation_batches
 from memory.checkpointing import checkpoint_blocks
 from memory.machine import Machine
 from memory.plan import DOES_NOT_FIT, add_machine, show
@@ -32,6 +32,7 @@ from memory.planner import Planner
 from model.flops import training_flops_per_token
 from training import checkpoint, metrics
 from training.engine import (
+    Ranks,
     build_engine,
     leave,
     read_ranks,
@@ -41,6 +42,7 @@ from training.engine import (
 )
 from training.evaluate import validation_loss
 from training.extensions import BuildError
+from training.guard import BadSteps, RollBack
 from training.out_of_memory import (
     OutOfMemory,
     Whereabouts,
@@ -48,9 +50,14 @@ from training.out_of_memory import (
     explained,
     report_out_of_memory,
 )
+from training.pulse import Pulse
 from training.rehearse import any_rank, give_back_memory, rehearse
+from training.replicas import ReplicasDiffer, check_replicas
 from training.report import conclude, describe, describe_milder, fail, say
+from training.session import Session, open_session, roll_back
 from training.setup import Run, policies_of, prepare
+from training.stop import RESUMABLE, Stop, ends_at
+from training.watchdog import Watchdog
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,19 +77,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = Whereabouts()
     try:
         start_process_group(ranks, expandable_segments=config.training.expandable_segments)
-        train(run, where)
+        code = train(run, where)
     except ConnectionError as error:
         return fail(error, 1)
     except ConfigError as error:
         return fail(error, 2, ranks)
     except BuildError as error:
         return fail(error, 1, ranks)
+    except (BadSteps, ReplicasDiffer) as error:
+        return fail(error, 1, ranks)
     except VocabularyError as error:
         return fail(error, 2)
     except OutOfMemory as error:
         return explain(error.bare(), where)
     torch.distributed.destroy_process_group()
-    return 0
+    return code
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -123,34 +132,30 @@ def check(config: RunConfig, machine: Machine) -> int:
     return 0 if plan.fits else DOES_NOT_FIT
 
 
-def train(run: Run, where: Whereabouts) -> None:
+def train(run: Run, where: Whereabouts) -> int:
+    """Returns the exit code."""
     with explained(where, run):
         run, engine = ready(run, where)
-    config, ranks, training = run.config, run.ranks, run.config.training
-    if ranks.rank == 0:
+    if run.ranks.rank == 0:
         checkpoint.save_config(run.asked)
-        checkpoint.save_plan(config, run.plan().as_json())
+        checkpoint.save_plan(run.config, run.plan().as_json())
     if run.checkpoint:
         checkpoint.load_checkpoint(engine, run.checkpoint)
     describe(run, engine)
-    loader = Loader(
-        run.train_data,
-        micro_batch=engine.train_micro_batch_size_per_gpu(),
-        accumulation_steps=engine.gradient_accumulation_steps(),
-        rank=ranks.data_rank,
-        world_size=ranks.data_ranks,
-        device=ranks.device,
-        samples_consumed=run.start.samples_consumed,
-    )
-    writer = metrics.MetricsWriter(
-        Path(training.run_folder),
-        start_step=run.start.step,
-        max_steps=training.max_steps,
-        enabled=ranks.rank == 0,
-    )
-    with loader, writer, explained(where, run):
-        loss = loop(run, engine, loader, writer, where)
-    conclude(run, loss)
+    pulse, rollbacks, news = Pulse(), list[int](), ""
+    with Stop(pulse, ends_at(run)) as stop, Watchdog(pulse, where, run):
+        while True:
+            try:
+                with explained(where, run), open_session(run, engine, stop) as session:
+                    validation, reason = loop(run, engine, session, pulse, where, news)
+                break
+            except RollBack as spike:
+                run, news = roll_back(run, engine, spike, rollbacks)
+    if reason:
+        say(run.ranks, f"stopped by {reason}; a checkpoint is saved, the same command continues")
+        return RESUMABLE
+    conclude(run, validation)
+    return 0
 
 
 def ready(run: Run, where: Whereabouts) -> tuple[Run, Any]:
@@ -201,46 +206,68 @@ def explain(failure: OutOfMemory, where: Whereabouts) -> int:
 
 
 def loop(
-    run: Run, engine: Any, loader: Loader, writer: metrics.MetricsWriter, where: Whereabouts
-) -> float:
-    """Train, log, evaluate and save up to max_steps; returns the last validation loss."""
-    training, ranks = run.config.training, run.ranks
-    validation = math.nan
+    run: Run, engine: Any, session: Session, pulse: Pulse, where: Whereabouts, news: str
+) -> tuple[float, str | None]:
+    """Train, log, evaluate and save; returns the last validation loss, and why it stopped early.
+
+    Raises:
+        RollBack, BadSteps, ReplicasDiffer: a step says that the run cannot go on like this.
+    """
+    training, ranks, validation = run.config.training, run.ranks, math.nan
+    loader, writer, guard, speed = session.loader, session.writer, session.guard, session.speed
     where.moment = "evaluation"
+    if news:
+        writer.event(run.start.step, news)
     if not run.checkpoint:
         validation = evaluate(run, engine, 0, writer)
-    speed, leaks = measure_speed(run), metrics.LeakWatch()
     for step in range(run.start.step + 1, training.max_steps + 1):
+        pulse.enter("step")
         seed_step(training.seed, step, ranks.data_rank)
-        lr = engine.get_lr()[0]
-        loss = train_step(engine, loader)
+        lr, before = engine.get_lr()[0], loader.samples_consumed
+        train_step(engine, loader, guard.judge)
+        outcome = guard.outcome(step, before, loader.samples_consumed)
         speed.steps += 1
         writer.step(step)
-        last = step == training.max_steps
+        done = step == training.max_steps
+        last = done or outcome.stop is not None
         if last or step % training.log_interval == 0:
             writer.training(
                 {
                     "step": step,
                     "samples": loader.samples_consumed,
                     "tokens": loader.samples_consumed * training.sequence_length,
-                    "loss": mean_over_ranks(loss),
+                    "loss": outcome.loss,
                     "lr": lr,
                     "grad_norm": gradient_norm(engine),
+                    "skipped_steps": engine.skipped_steps,
+                    **guard.scale(),
                     **speed.read(loader.wait_seconds),
                 }
             )
-            if leak := leaks.read(metrics.alive_memory(ranks.device, bytes_by_category(engine))):
-                print(f"warning    rank {ranks.rank}, step {step}: {leak}", flush=True)
-        if last or step % training.evaluation_interval == 0:
+            look_for_leak(session, engine, ranks, step)
+        if training.replica_check_interval and step % training.replica_check_interval == 0:
+            check_replicas(engine, ranks, step)
+        if done or (not last and step % training.evaluation_interval == 0):
+            pulse.enter("evaluation")
             where.moment = "evaluation"
             with speed.paused():
                 validation = evaluate(run, engine, step, writer)
         if last or step % training.save_interval == 0:
+            pulse.enter("save")
             where.moment = "checkpoint save"
             with speed.paused():
-                progress = replace(run.start, step=step, samples_consumed=loader.samples_consumed)
-                checkpoint.save_checkpoint(engine, run.config, progress)
-    return validation
+                writer.sync()
+                checkpoint.save_checkpoint(engine, run.config, session.progress(run, step))
+            guard.has_checkpoint = True
+        if last and not done:
+            return validation, outcome.stop
+    return validation, None
+
+
+def look_for_leak(session: Session, engine: Any, ranks: Ranks, step: int) -> None:
+    alive = metrics.alive_memory(ranks.device, bytes_by_category(engine))
+    if leak := session.leaks.read(alive):
+        print(f"warning    rank {ranks.rank}, step {step}: {leak}", flush=True)
 
 
 def mean_over_ranks(value: Tensor) -> float:
@@ -267,19 +294,6 @@ def evaluate(run: Run, engine: Any, step: int, writer: metrics.MetricsWriter) ->
     loss = validation_loss(engine, batches)
     writer.evaluation(step, loss)
     return loss
-
-
-def measure_speed(run: Run) -> metrics.Speed:
-    training, ranks = run.config.training, run.ranks
-    peak = metrics.device_peak_flops(ranks.device, precision(run.section))
-    total = torch.tensor(peak or math.nan, dtype=torch.float64, device=ranks.device)
-    torch.distributed.all_reduce(total)
-    return metrics.Speed(
-        ranks.device,
-        tokens_per_step=run.section["train_batch_size"] * training.sequence_length,
-        flops_per_token=training_flops_per_token(run.config.model, training.sequence_length),
-        peak_flops=None if total.isnan() else total.item(),
-    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,15 @@ FREE_KEYS = {
     "training.expandable_segments",
     "training.rehearse",
     "training.on_out_of_memory",
+    "training.time_limit",
+    "training.max_bad_steps",
+    "training.spike_deviations",
+    "training.on_spike",
+    "training.hang_seconds",
+    "training.replica_check_interval",
     "data.validation",
 }
-FREE_SECTIONS = ("activation_checkpointing",)
+FREE_SECTIONS = ("activation_checkpointing", "training.skip_samples")
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,10 @@ class Progress:
     samples_consumed: int
     data_fingerprint: str
     world_size: int
+    skipped_samples: list[list[int]] = field(default_factory=list)
+    """[first, last] numbers of the samples that were stepped over so far."""
+    recent_losses: list[float] = field(default_factory=list)
+    """What a spike is told by."""
 
 
 def claim_run_folder(config: RunConfig) -> Path | None:

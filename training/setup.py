@@ -12,6 +12,7 @@ import torch
 from configs.deepspeed import resolve, tensor_parallel_size
 from configs.schema import ConfigError, RunConfig, changed
 from data.dataset import Blend, Corpus, require_one_tokenizer
+from data.skipping import Skipping
 from memory.cost import SPEEDS
 from memory.cures import cures, milder
 from memory.fit import fit
@@ -40,6 +41,12 @@ class Run:
     start: checkpoint.Progress
     checkpoint: Path | None
     """Where `start` comes from; None for a new run."""
+
+    @property
+    def samples(self) -> Skipping:
+        """The training data in the order it is read, without what is stepped over."""
+        by_hand = self.config.training.skip_samples
+        return Skipping(self.train_data, self.start.skipped_samples + by_hand)
 
     @property
     def rehearses(self) -> bool:
@@ -94,7 +101,19 @@ def prepare(config: RunConfig, ranks: Ranks) -> Run:
     start = checkpoint.Progress(0, 0, train_data.fingerprint, ranks.world_size)
     if found:
         start = checkpoint.read_progress(found, start)
+        require_untrained(config.training.skip_samples, train_data, start)
     return Run(config, config, section, policies, ranks, train_data, validation_data, start, found)
+
+
+def require_untrained(ranges: list[list[int]], data: Blend, start: checkpoint.Progress) -> None:
+    """Raises ValueError if samples to step over were trained on before the checkpoint."""
+    done = Skipping(data, start.skipped_samples)
+    for first, last in ranges:
+        if first < done.number(start.samples_consumed) and not done.leaves_out(first, last):
+            raise ValueError(
+                f"training.skip_samples: [{first}, {last}] begins with samples that were trained "
+                f"on before step {start.step}; continue from an earlier checkpoint"
+            )
 
 
 def policies_of(config: RunConfig, machine: Machine) -> tuple[Policy, ...]:
