@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 import deepspeed
@@ -208,7 +208,7 @@ def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> An
         _compile_blocks(engine.module)
     if unpartitioned_float32:
         engine.clip_fp32_gradients = partial(_clip_gradients, engine)
-        engine.optimizer.step = partial(_unless_overflow, engine.optimizer, engine.optimizer.step)
+        _skip_on_overflow(engine.optimizer)
     _check_gradients(engine.optimizer)
     if engine.zero_optimization_stage() == 0 and ranks.data_ranks == 1:
         engine.enable_backward_allreduce = False  # it would copy all gradients to a buffer and back
@@ -262,9 +262,15 @@ def _clip_gradients(engine: Any) -> None:
     engine.optimizer.overflow = not bool(norm.isfinite())
 
 
-def _unless_overflow(optimizer: Any, step: Callable[[], Any]) -> Any:
-    """Skip the update as DeepSpeed's own optimizers do, which tell its engine by `overflow`."""
-    return None if optimizer.overflow else step()
+def _skip_on_overflow(optimizer: Any) -> None:
+    """Skip updates as DeepSpeed's own optimizers do, which tell its engine by `overflow`."""
+    step = optimizer.step
+
+    @wraps(step)  # the learning rate's scheduler has marked it
+    def step_unless_overflow() -> Any:
+        return None if optimizer.overflow else step()
+
+    optimizer.step = step_unless_overflow
 
 
 def _check_gradients(optimizer: Any) -> None:
