@@ -187,6 +187,20 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_replicas(self) -> RunConfig:
+        zero = self.deepspeed.get("zero_optimization")
+        if (
+            self.training.replica_check_interval
+            and isinstance(zero, dict)
+            and zero.get("stage") == 3
+        ):
+            raise ValueError(
+                "training.replica_check_interval: at ZeRO stage 3 each weight exists once, there "
+                "is nothing to compare; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_sequence_length(self) -> RunConfig:
         if self.training.sequence_length > self.model.max_sequence_length:
             raise ValueError(

@@ -9,7 +9,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from configs.schema import RunConfig
 from data.loader import read_batch
 from memory.checkpointing import checkpoint_blocks
 from training.engine import (
-    Ranks,
     build_engine,
     leave,
     read_ranks,
@@ -28,9 +26,9 @@ from training.engine import (
     start_process_group,
     train_step,
 )
-from training.guard import REPORT, Guard
 from training.out_of_memory import MASTER_WEIGHTS
 from training.pulse import Pulse
+from training.replicas import ReplicasDiffer, check_replicas
 from training.session import open_session
 from training.setup import Run, prepare
 from training.stop import Stop
@@ -112,14 +110,31 @@ def train(run: Run, kind: str) -> dict[str, Any]:
             seed_step(run.config.training.seed, step, run.ranks.data_rank)
             result["lrs"].append(engine.get_lr()[0])
             before = session.loader.samples_consumed
+            session.guard.spikes.recent.clear()
+            if "spike" in kind and step == STEP:
+                session.guard.spikes.recent.extend([1.0, 1.1] * 8)
             train_step(engine, session.loader, session.guard.judge)
             outcome = session.guard.outcome(step, before, session.loader.samples_consumed)
             result["digests"].append(digest(engine))
             result["losses"].append(outcome.loss)
             result["skipped"].append(engine.skipped_steps)
+    if engine.zero_optimization_stage() < 3 and run.ranks.tensor_parallel == 1:
+        result["differing"] = differing_replicas(run, engine)
     result["finite"] = all(bool(tensor.isfinite().all()) for tensor in everything(engine))
     engine.destroy()
     return result
+
+
+def differing_replicas(run: Run, engine: Any) -> str:
+    check_replicas(engine, run.ranks, 6)
+    if run.ranks.rank == RANK:
+        bits = engine.module.blocks[BLOCK].mlp.up.weight.data.view(torch.int16)
+        bits[0, 0] ^= 1
+    try:
+        check_replicas(engine, run.ranks, 7)
+    except ReplicasDiffer as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ CASES = [
     *(("float32", stage, "forward, first") for stage in (0, 3)),
     ("float32", 1, "forward, last"),
     *(("float32", stage, "loss, first") for stage in (0, 2)),
+    *(("float32", stage, "spike") for stage in (0, 2, 3)),
     *(("offload", stage, "gradient, first") for stage in (2, 3)),
     *(("no norm", stage, "gradient, first") for stage in (1, 2)),
     ("not clipped", 0, "gradient, first"),
@@ -57,6 +58,7 @@ def test_a_bad_step_changes_nothing_and_names_its_block(
         name = f"{way}, zero {stage}: {kind}"
         changes = {
             "training.max_steps": 5,
+            "training.spike_deviations": 5.0,
             "training.run_folder": str(tmp_path / name),
             "deepspeed.zero_optimization.stage": stage,
         }
@@ -68,6 +70,7 @@ def test_a_bad_step_changes_nothing_and_names_its_block(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(written.read_text())
+    differing = "step 7: blocks.1.mlp.up.weight of rank 0, 1 differs"
     assert found.keys() == configs.keys()
     for name, ranks in found.items():
         for rank in ranks:
@@ -75,6 +78,7 @@ def test_a_bad_step_changes_nothing_and_names_its_block(
             assert digests[2] == digests[1], f"{name}: step 3 changed something"
             assert len(set(digests)) == 4, name
             assert rank["finite"], name
+            assert rank.get("differing", differing).startswith(differing), name
             assert rank["skipped"] == [0, 0, 1, 1, 1], name
             # The learning rate of step n is that of step n: warm-up over 4 steps to 0.01.
             assert rank["lrs"][:4] == pytest.approx([0.0025, 0.005, 0.0075, 0.01]), name
@@ -90,6 +94,10 @@ def check_report(name: str, ranks: list[Any], folder: Path) -> None:
     kind = name.split(": ")[1]
     (report,) = json.loads((folder / "bad_steps.json").read_text())["bad_steps"]
     assert report["step"] == 3, name
+    if kind == "spike":
+        assert "is a spike, from 1.3" in report["reason"], "1.05 + 5 deviations of 0.05"
+        assert not report["findings"]
+        return
     assert math.isfinite(ranks[0]["losses"][2]) == ("gradient" in kind), name
     first = report["findings"][0]
     parallel = name.startswith("tensor")

@@ -136,7 +136,7 @@ SAMPLES = 900
 
 @pytest.fixture
 def spoilt(tmp_path: Path) -> tuple[str, int]:
-    """A corpus that is soon learnt but for one sample, and a seed that puts it in steps 85 to 95."""
+    """A corpus that is learnt soon but for one sample, and a seed that has it in step 85 to 95."""
     random = np.random.default_rng(0)
     prefix = tmp_path / "spoilt"
     tokens = np.arange(SAMPLES * 16 + 1) % 67
@@ -165,7 +165,9 @@ def test_after_a_rollback_the_run_is_one_that_never_saw_the_samples(
         "training.seed": spoilt[1],
         "data.train": [{"path": spoilt[0]}],
     }
-    spiking = altered({**changes, "training.spike_deviations": 6.0, "training.on_spike": "rollback"})
+    spiking = altered(
+        {**changes, "training.spike_deviations": 6.0, "training.on_spike": "rollback"}
+    )
     done = command.train(spiking, "--set", "training.max_steps=100", ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     run_folder = Path(spiking["training"]["run_folder"])
