@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,7 +144,10 @@ def train(run: Run, where: Whereabouts) -> int:
         checkpoint.load_checkpoint(engine, run.checkpoint)
     describe(run, engine)
     pulse, rollbacks, news = Pulse(), list[int](), ""
-    with Stop(pulse, ends_at(run)) as stop, Watchdog(pulse, where, run):
+    end = ends_at(run)
+    if end is not None:
+        say(run.ranks, f"time       ends in {end - time.time():,.0f} s, a checkpoint comes before")
+    with Stop(pulse, end) as stop, Watchdog(pulse, where, run):
         while True:
             try:
                 with explained(where, run), open_session(run, engine, stop) as session:
