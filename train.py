@@ -4,7 +4,9 @@
     torchrun --nproc_per_node 2 train.py --config configs/quickstart.json
     python train.py --config configs/quickstart.json --set training.max_steps=20
 
-Run again on the same run folder, it continues from the newest checkpoint.
+Run again on the same run folder, it continues from the newest checkpoint. Exit codes: 0 done, 1
+failed, 2 a mistake in the config or the command, 75 stopped early by a signal or a time limit, with
+a checkpoint saved: run it again.
 """
 
 from __future__ import annotations
@@ -12,18 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from configs.deepspeed import Hardware, precision, resolve, warnings_of
+from configs.deepspeed import Hardware, resolve, warnings_of
 from configs.schema import ConfigError, RunConfig, load_config
 from data.dataset import VocabularyError
-from data.loader import Loader
 from memory.checkpointing import checkpoint_blocks
 from memory.machine import Machine
 from memory.plan import DOES_NOT_FIT, add_machine, show
@@ -31,8 +31,9 @@ from memory.plan import machine_of as machine_described
 from memory.planner import Planner
 from model.flops import training_flops_per_token
 from training import checkpoint, metrics
-from training.agreement import RanksDisagree, require_distinct_batches
+from training.agreement import RanksDisagree
 from training.engine import (
+    Ranks,
     build_engine,
     leave,
     read_ranks,
@@ -42,6 +43,7 @@ from training.engine import (
 )
 from training.evaluate import mean, validation_batches, validation_loss
 from training.extensions import BuildError
+from training.guard import BadSteps, RollBack
 from training.out_of_memory import (
     OutOfMemory,
     Whereabouts,
@@ -49,12 +51,17 @@ from training.out_of_memory import (
     explained,
     report_out_of_memory,
 )
+from training.pulse import Pulse
 from training.rehearse import any_rank, give_back_memory, rehearse
+from training.replicas import ReplicasDiffer, check_replicas
 from training.report import conclude, describe, describe_milder, fail, say
 from training.saver import SaveFailed, Saver
+from training.session import Session, open_session, roll_back
 from training.setup import Run, policies_of, prepare, resume
+from training.stop import RESUMABLE, Stop, ends_at
 from training.universal import NotConverted, load_converted
 from training.unpickling import Refused
+from training.watchdog import Watchdog
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,15 +79,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         start_process_group(ranks, expandable_segments=config.training.expandable_segments)
         run = resume(run, restart=options.restart, change_layout=options.change_layout)
-        if run.start.step >= config.training.max_steps:
-            say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
+        if run.start.step < config.training.max_steps:
+            code = train(run, where)
         else:
-            train(run, where)
+            say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
+            code = 0
     except ConnectionError as error:
         return fail(error, 1)
     except ConfigError as error:
         return fail(error, 2, ranks)
     except (BuildError, RanksDisagree) as error:
+        return fail(error, 1, ranks)
+    except (BadSteps, ReplicasDiffer) as error:
         return fail(error, 1, ranks)
     except VocabularyError as error:
         return fail(error, 2)
@@ -89,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OutOfMemory as error:
         return explain(error.bare(), where)
     torch.distributed.destroy_process_group()
-    return 0
+    return code
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -138,41 +148,49 @@ def check(config: RunConfig, machine: Machine) -> int:
     return 0 if plan.fits else DOES_NOT_FIT
 
 
-def train(run: Run, where: Whereabouts) -> None:
+def train(run: Run, where: Whereabouts) -> int:
+    """Returns the exit code."""
     with explained(where, run):
         run, engine = ready(run, where)
-    config, ranks, training = run.config, run.ranks, run.config.training
-    if ranks.rank == 0:
+    if run.ranks.rank == 0:
         checkpoint.save_config(run.asked)
-        checkpoint.save_plan(config, run.plan().as_json())
+        checkpoint.save_plan(run.config, run.plan().as_json())
     if run.checkpoint and run.converted_from:
-        load_converted(engine, config, run.checkpoint, run.converted_from)
+        load_converted(engine, run.config, run.checkpoint, run.converted_from)
     elif run.checkpoint:
         checkpoint.load_checkpoint(engine, run.checkpoint)
     describe(run, engine)
-    loader = Loader(
-        run.train_data,
-        micro_batch=engine.train_micro_batch_size_per_gpu(),
-        accumulation_steps=engine.gradient_accumulation_steps(),
-        rank=ranks.data_rank,
-        world_size=ranks.data_ranks,
-        device=ranks.device,
-        samples_consumed=run.start.samples_consumed,
-    )
-    require_distinct_batches(
-        ranks, loader.first_samples, run.train_data.fingerprint(run.total_samples)
-    )
-    writer = metrics.MetricsWriter(
-        Path(training.run_folder),
-        start_step=run.start.step,
-        max_steps=training.max_steps,
-        enabled=ranks.rank == 0,
-    )
-    saver = Saver(engine, run)
-    with loader, writer, explained(where, run):
-        loss = loop(run, engine, loader, writer, saver, where)
+    pulse = Pulse()
+    saver = Saver(engine, run, pulse)
+    end = ends_at(run)
+    if end is not None:
+        say(run.ranks, f"time       ends in {end - time.time():,.0f} s, a checkpoint comes before")
+    with Stop(pulse, end) as stop, Watchdog(pulse, where, run):
+        try:
+            validation, reason = to_the_end(run, engine, stop, saver, pulse, where)
+        except (BadSteps, ReplicasDiffer):
+            saver.close()  # all ranks are here
+            raise
+        pulse.enter("save")
         saver.close()
-    conclude(run, loss)
+    if reason:
+        say(run.ranks, f"stopped by {reason}; a checkpoint is saved, the same command continues")
+        return RESUMABLE
+    conclude(run, validation)
+    return 0
+
+
+def to_the_end(
+    run: Run, engine: Any, stop: Stop, saver: Saver, pulse: Pulse, where: Whereabouts
+) -> tuple[float, str | None]:
+    """As `loop`, over as many rollbacks as it takes."""
+    rollbacks, news = list[int](), ""
+    while True:
+        try:
+            with explained(where, run), open_session(run, engine, stop, saver) as session:
+                return loop(run, engine, session, pulse, where, news)
+        except RollBack as spike:
+            run, news = roll_back(run, engine, saver, spike, rollbacks)
 
 
 def ready(run: Run, where: Whereabouts) -> tuple[Run, Any]:
@@ -223,58 +241,70 @@ def explain(failure: OutOfMemory, where: Whereabouts) -> int:
 
 
 def loop(
-    run: Run,
-    engine: Any,
-    loader: Loader,
-    writer: metrics.MetricsWriter,
-    saver: Saver,
-    where: Whereabouts,
-) -> float:
-    """Train, log, evaluate and save up to max_steps; returns the last validation loss."""
-    training, ranks = run.config.training, run.ranks
-    validation = math.nan
+    run: Run, engine: Any, session: Session, pulse: Pulse, where: Whereabouts, news: str
+) -> tuple[float, str | None]:
+    """Train, log, evaluate and save; returns the last validation loss, and why it stopped early.
+
+    Raises:
+        RollBack, BadSteps, ReplicasDiffer: a step says that the run cannot go on like this.
+    """
+    training, ranks, validation = run.config.training, run.ranks, math.nan
+    loader, writer, guard, speed = session.loader, session.writer, session.guard, session.speed
+    saver = session.saver
     where.moment = "evaluation"
+    if news:
+        writer.event(run.start.step, news)
     if not run.checkpoint:
         validation = evaluate(run, engine, 0, writer)
-    speed, leaks = measure_speed(run), metrics.LeakWatch()
     for step in range(run.start.step + 1, training.max_steps + 1):
+        pulse.enter("step")
         seed_step(training.seed, step, ranks.data_rank)
-        lr = engine.get_lr()[0]
-        loss = train_step(engine, loader)
+        lr, before = engine.get_lr()[0], loader.samples_consumed
+        train_step(engine, loader, guard.judge)
+        outcome = guard.outcome(step, before, loader.samples_consumed)
         speed.steps += 1
         saver.poll()
         writer.step(step)
-        last = step == training.max_steps
+        done = step == training.max_steps
+        last = done or outcome.stop is not None
         if last or step % training.log_interval == 0:
             writer.training(
                 {
                     "step": step,
                     "samples": loader.samples_consumed,
                     "tokens": loader.samples_consumed * training.sequence_length,
-                    "loss": mean_over_ranks(loss),
+                    "loss": outcome.loss,
                     "lr": lr,
                     "grad_norm": gradient_norm(engine),
+                    "skipped_steps": engine.skipped_steps,
+                    **guard.scale(),
                     **speed.read(loader.wait_seconds),
                 }
             )
-            if leak := leaks.read(metrics.alive_memory(ranks.device, bytes_by_category(engine))):
-                print(f"warning    rank {ranks.rank}, step {step}: {leak}", flush=True)
-        if last or step % training.evaluation_interval == 0:
+            look_for_leak(session, engine, ranks, step)
+        if training.replica_check_interval and step % training.replica_check_interval == 0:
+            check_replicas(engine, ranks, step)
+        if done or (not last and step % training.evaluation_interval == 0):
+            pulse.enter("evaluation")
             where.moment = "evaluation"
             with speed.paused():
                 validation = evaluate(run, engine, step, writer)
         if last or step % training.save_interval == 0:
+            pulse.enter("save")
             where.moment = "checkpoint save"
             with speed.paused():
-                consumed = loader.samples_consumed
-                progress = replace(
-                    run.start,
-                    step=step,
-                    samples_consumed=consumed,
-                    data_fingerprint=run.train_data.fingerprint(consumed),
-                )
-                saver.save(progress)
-    return validation
+                writer.sync()
+                saver.save(session.progress(run, step))
+            guard.has_checkpoint = True
+        if last and not done:
+            return validation, outcome.stop
+    return validation, None
+
+
+def look_for_leak(session: Session, engine: Any, ranks: Ranks, step: int) -> None:
+    alive = metrics.alive_memory(ranks.device, bytes_by_category(engine))
+    if leak := session.leaks.read(alive):
+        print(f"warning    rank {ranks.rank}, step {step}: {leak}", flush=True)
 
 
 def mean_over_ranks(value: Tensor) -> float:
@@ -296,19 +326,6 @@ def evaluate(run: Run, engine: Any, step: int, writer: metrics.MetricsWriter) ->
     }
     writer.evaluation(step, losses)
     return mean(losses)
-
-
-def measure_speed(run: Run) -> metrics.Speed:
-    training, ranks = run.config.training, run.ranks
-    peak = metrics.device_peak_flops(ranks.device, precision(run.section))
-    total = torch.tensor(peak or math.nan, dtype=torch.float64, device=ranks.device)
-    torch.distributed.all_reduce(total)
-    return metrics.Speed(
-        ranks.device,
-        tokens_per_step=run.section["train_batch_size"] * training.sequence_length,
-        flops_per_token=training_flops_per_token(run.config.model, training.sequence_length),
-        peak_flops=None if total.isnan() else total.item(),
-    )
 
 
 if __name__ == "__main__":

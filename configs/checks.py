@@ -214,6 +214,11 @@ def _tensor_parallel(section: Mapping[str, Any]) -> int:
 def _data_types(section: Mapping[str, Any]) -> Iterator[str]:
     from deepspeed.runtime.config import DtypeEnum
 
+    if _block(section, "bf16").get("check_grad_overflow") is False:
+        yield (
+            "deepspeed.bf16.check_grad_overflow: DeepSpeed would apply non-finite gradients at "
+            "ZeRO stages 1 and 2; leave it out"
+        )
     run = next((k for k in ("bf16", "fp16") if _block(section, k).get("enabled") is True), "fp32")
     known = [name for member in DtypeEnum for name in member._all_values if isinstance(name, str)]
     stage = _block(section, "zero_optimization").get("stage", 0)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from model.config import ModelConfig
 from model.loss import LossMethod
@@ -158,6 +159,40 @@ class TrainingConfig(Section):
     micro-batch and doubles the accumulation, until it fits."""
     decay_embeddings: bool = True
     """Whether weight decay applies to embeddings (a tied output head is one)."""
+    time_limit: str | None = None
+    """Of the process, as in "23:50:00" (hours, minutes, seconds): a checkpoint is saved in time.
+    Left out, the end of the SLURM job, where SLURM tells it."""
+    max_bad_steps: int = Field(20, gt=0)
+    """Skipped steps in a row after which the run stops. fp16's first loss scale takes up to 16."""
+    spike_deviations: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """A loss this many standard deviations above the mean of the last 64 is a spike; left out,
+    none is."""
+    on_spike: Literal["skip", "rollback"] = "skip"
+    """"skip" leaves its update out; "rollback" continues from the last checkpoint, and with the
+    samples that follow the spike."""
+    skip_samples: list[list[int]] = Field([])
+    """[first, last] numbers of training samples, both included, that are never trained on."""
+    hang_seconds: float | None = Field(1800.0, gt=0, allow_inf_nan=False)
+    """A step that takes this long, and ten times as long as usual, ends the run; null: none does.
+    The first steps, evaluations and saves may take six times as long."""
+    replica_check_interval: int | None = Field(None, gt=0)
+    """Steps between comparisons of the weights of data-parallel ranks, to the bit; not at ZeRO 3,
+    where each weight exists once."""
+
+    @field_validator("time_limit")
+    @classmethod
+    def _check_time_limit(cls, value: str | None) -> str | None:
+        if value is not None and not seconds_of(value):
+            raise ValueError(f'expected hours:minutes:seconds, as in "23:50:00"; got {value!r}')
+        return value
+
+    @field_validator("skip_samples")
+    @classmethod
+    def _check_ranges(cls, value: list[list[int]]) -> list[list[int]]:
+        for entry in value:
+            if len(entry) != 2 or not 0 <= entry[0] <= entry[1]:
+                raise ValueError(f"expected [[first, last], ...] sample numbers; got {entry}")
+        return value
 
     @model_validator(mode="after")
     def _check_retention(self) -> TrainingConfig:
@@ -170,6 +205,21 @@ class TrainingConfig(Section):
                     f"save_interval={self.save_interval}"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _check_spikes(self) -> TrainingConfig:
+        if self.on_spike == "rollback" and self.spike_deviations is None:
+            raise ValueError("on_spike: acts only where spike_deviations says what a spike is")
+        return self
+
+
+def seconds_of(time_limit: str) -> int | None:
+    """Of "hours:minutes:seconds", as SLURM and clocks write it; None for anything else or zero."""
+    parts = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)", time_limit)
+    if parts is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or None
 
 
 Blocks = str | list[int]
@@ -232,6 +282,20 @@ class RunConfig(Section):
             )
         if adapts and self.training.rehearse is False:
             raise ValueError('training.on_out_of_memory: "adapt" needs training.rehearse')
+        return self
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> RunConfig:
+        zero = self.deepspeed.get("zero_optimization")
+        if (
+            self.training.replica_check_interval
+            and isinstance(zero, dict)
+            and zero.get("stage") == 3
+        ):
+            raise ValueError(
+                "training.replica_check_interval: at ZeRO stage 3 each weight exists once, there "
+                "is nothing to compare; leave it out"
+            )
         return self
 
     @model_validator(mode="after")

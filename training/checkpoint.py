@@ -38,6 +38,12 @@ FREE_KEYS = {
     "training.expandable_segments",
     "training.rehearse",
     "training.on_out_of_memory",
+    "training.time_limit",
+    "training.max_bad_steps",
+    "training.spike_deviations",
+    "training.on_spike",
+    "training.hang_seconds",
+    "training.replica_check_interval",
 }
 # How the ranks share the work may change: the samples of a step and their order stay the same.
 # What data may change depends on how much of it has been read: see setup.require_same_past.
@@ -49,6 +55,7 @@ FREE_SECTIONS = (
     "deepspeed.train_batch_size",
     "deepspeed.train_micro_batch_size_per_gpu",
     "deepspeed.gradient_accumulation_steps",
+    "training.skip_samples",
 )
 
 
@@ -62,6 +69,10 @@ class Progress:
     data_fingerprint: str
     """Of these samples: data.dataset.Blend.fingerprint."""
     world_size: int
+    skipped_samples: list[list[int]] = field(default_factory=list)
+    """[first, last] numbers of the samples that were stepped over so far."""
+    recent_losses: list[float] = field(default_factory=list)
+    """What a spike is told by."""
 
 
 def claim_run_folder(config: RunConfig, *, restart: bool = False) -> None:

@@ -11,9 +11,9 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 import deepspeed
@@ -90,6 +90,12 @@ def read_ranks(local_rank_argument: int | None = None) -> Ranks:
     name = get_accelerator().device_name()
     device = torch.device(name) if name == "cpu" else torch.device(name, local_rank)
     return Ranks(rank, local_rank, world_size, local_world_size, device)
+
+
+def job_end() -> float | None:
+    """When SLURM will end the job, in seconds since the epoch; None where it does not tell."""
+    end = _integer("SLURM_JOB_END_TIME", 0)
+    return float(end) if end else None
 
 
 def _adopt_mpi_names() -> None:
@@ -204,6 +210,8 @@ def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> An
         _compile_blocks(engine.module)
     if unpartitioned_float32:
         engine.clip_fp32_gradients = partial(_clip_gradients, engine)
+        _skip_on_overflow(engine.optimizer)
+    _check_gradients(engine.optimizer)
     if engine.zero_optimization_stage() == 0 and ranks.data_ranks == 1:
         engine.enable_backward_allreduce = False  # it would copy all gradients to a buffer and back
     return engine
@@ -254,6 +262,31 @@ def _clip_gradients(engine: Any) -> None:
     if limit < math.inf:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     engine._global_grad_norm = norm
+    engine.optimizer.overflow = not bool(norm.isfinite())
+
+
+def _skip_on_overflow(optimizer: Any) -> None:
+    """Skip updates as DeepSpeed's own optimizers do, which tell its engine by `overflow`."""
+    step = optimizer.step
+
+    @wraps(step)  # the learning rate's scheduler has marked it
+    def step_unless_overflow() -> Any:
+        return None if optimizer.overflow else step()
+
+    optimizer.step = step_unless_overflow
+
+
+def _check_gradients(optimizer: Any) -> None:
+    """See that no other optimizer of DeepSpeed (0.19.8) applies non-finite gradients either.
+
+    All skip such an update, but stages 1 and 2 only where they take a norm or are told to look. An
+    fp16 loss scale at its minimum would end the run without a report.
+    """
+    if hasattr(optimizer, "check_grad_overflow") and not optimizer.compute_grad_norm:
+        optimizer.check_grad_overflow = True
+    scaler: Any = getattr(optimizer, "loss_scaler", None)
+    if hasattr(scaler, "raise_error_at_min_scale"):
+        scaler.raise_error_at_min_scale = False
 
 
 class Schedule(torch.optim.lr_scheduler.LRScheduler):
@@ -281,19 +314,31 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(int.from_bytes(digest, "big"))
 
 
-def train_step(engine: Any, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+def train_step(
+    engine: Any,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    judge: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """One optimizer step; returns this rank's mean loss, left on the device.
 
     DeepSpeed counts the micro-batches: it divides each loss by the accumulation steps, and only
     the last engine.step() of them reduces, clips and updates.
+
+    Args:
+        judge: given the mean loss before the last backward pass, a factor for that pass: 1, or NaN,
+            which every gradient becomes on every rank, so that the update is skipped.
     """
     accumulation_steps = engine.gradient_accumulation_steps()
     total = torch.zeros((), device=engine.device)
-    for _ in range(accumulation_steps):
+    for remaining in reversed(range(accumulation_steps)):
         inputs, targets = next(batches)  # each [micro-batch, sequence length]
         loss = engine(inputs, targets)
+        total += loss.detach()
+        if judge and not remaining:
+            loss = loss * judge(total / accumulation_steps)
         with explain_recomputation(engine.module):
             engine.backward(loss)
         engine.step()
-        total += loss.detach()
+    if not engine.was_step_applied():
+        engine.lr_scheduler.step()  # the learning rate follows the step, not the count of updates
     return total / accumulation_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -257,6 +258,13 @@ class MetricsWriter:
                 f"{f', the mean of {each}' if each else ''}  perplexity {perplexity:,.1f}"
             )
 
+    def event(self, step: int, event: str) -> None:
+        """Something that happened at a step, in words."""
+        if self.enabled:
+            self._lines.write(json.dumps({"step": step, "event": event}) + "\n")
+            self._lines.flush()
+            self._print(f"step {step:>6}  {event}")
+
     def step(self, step: int) -> None:
         """Move the progress bar."""
         if self.enabled:
@@ -268,13 +276,20 @@ class MetricsWriter:
     def _write(self, line: Line) -> None:
         if not self.enabled:
             return
-        self._lines.write(json.dumps(line) + "\n")
+        # NaN and infinity are no JSON.
+        finite = {k: None if v is None or not math.isfinite(v) else v for k, v in line.items()}
+        self._lines.write(json.dumps(finite) + "\n")
         self._lines.flush()
         for name, value in line.items():
             if name != "step" and value is not None:
                 group = "evaluation" if name.startswith("validation_loss") else "training"
                 self._tensorboard.add_scalar(f"{group}/{name}", value, line["step"])
         self._tensorboard.flush()
+
+    def sync(self) -> None:
+        """Onto the disk, before a checkpoint that continues behind these lines."""
+        if self.enabled:
+            os.fsync(self._lines.fileno())
 
     def close(self) -> None:
         if self.enabled:
@@ -290,16 +305,31 @@ class MetricsWriter:
 
 
 def drop_lines_from(path: Path, step: int) -> None:
-    """Drop the lines of this step and later ones, and a last line that a crash left unfinished."""
+    """Drop the lines of this step and later ones, and what a crash left of a line.
+
+    The file is replaced: a crash meanwhile leaves the old one.
+    """
     if not path.exists():
         return
-    kept = []
-    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not text.endswith("\n"):
-            break
-        if json.loads(text)["step"] < step:
-            kept.append(text)
-    path.write_text("".join(kept), encoding="utf-8")
+    kept = [
+        text
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        if text.endswith("\n") and _step_of(text) < step
+    ]
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _step_of(text: str) -> float:
+    """Infinite for what is not a line of ours."""
+    try:
+        return int(json.loads(text)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def console_line(line: Mapping[str, Any], max_steps: int) -> str:

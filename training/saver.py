@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from memory.machine import show_bytes
 from training import store
 from training.checkpoint import Progress
+from training.pulse import Pulse
 from training.setup import Run
 from training.writer import Writer
 
@@ -48,13 +49,14 @@ class Save:
     job: Future[Any] | None = None
     finishing: bool = False
     """The job is no longer to write this rank's files, but to complete the folder."""
+    began: float = field(default_factory=time.monotonic)
 
 
 class Saver:
     """Saves a run's checkpoints. All methods are collective: every rank calls them at one step."""
 
-    def __init__(self, engine: Any, run: Run) -> None:
-        self.engine, self.run = engine, run
+    def __init__(self, engine: Any, run: Run, pulse: Pulse) -> None:
+        self.engine, self.run, self._pulse = engine, run, pulse
         self.settings = run.config.training
         self.checkpoints = Path(self.settings.run_folder) / "checkpoints"
         self.writer = Writer(copies=self.settings.save_in_background)
@@ -85,7 +87,7 @@ class Saver:
             return self._fail(save, [reason])
         save.job = self._start(self.writer.write)
         if not self.settings.save_in_background:
-            self._settle()
+            self.settle()
         return None
 
     def poll(self) -> None:
@@ -105,6 +107,7 @@ class Saver:
             self._fail(save, [reason for reason in self._gather(self._reason(save.job)) if reason])
         elif save.finishing:
             self._save = None
+            self._pulse.add("save in all", time.monotonic() - save.began)
         else:
             files = self._gather(save.job.result())
             save.finishing = True
@@ -117,23 +120,27 @@ class Saver:
         Raises:
             SaveFailed: the state at the last step is not saved.
         """
-        self._settle()
+        self.settle()
         if self._unsaved:
             self.save(self._unsaved)
-            self._settle()
+            self.settle()
         if self._unsaved:
             raise SaveFailed(f"step {self._unsaved.step} is not saved")
 
     def _wait_for_the_one_before(self) -> None:
         if self._save:
             step, began = self._save.progress.step, time.monotonic()
-            self._settle()
+            self.settle()
             waited = time.monotonic() - began
             if waited > WORTH_SAYING:
                 self._say(f"warning    waited {waited:.1f} s for the save at step {step}")
 
-    def _settle(self) -> None:
-        """Wait until no save is under way."""
+    def settle(self) -> None:
+        """Wait until no save is under way.
+
+        Raises:
+            SaveFailed: as `poll`.
+        """
         while self._save and self._save.job:
             wait([self._save.job])
             self.poll()

@@ -13,6 +13,7 @@ from configs.deepspeed import resolve, tensor_parallel_size
 from configs.schema import ConfigError, RunConfig, changed
 from data.dataset import Blend, Corpus
 from data.foreign import require_one_tokenizer
+from data.skipping import Skipping
 from memory.cost import SPEEDS
 from memory.cures import cures, milder
 from memory.fit import fit
@@ -57,6 +58,12 @@ class Run:
     def total_samples(self) -> int:
         """Of the whole run, from step 1."""
         return self.config.training.max_steps * int(self.section["train_batch_size"])
+
+    @property
+    def samples(self) -> Skipping:
+        """The training data in the order it is read, without what is stepped over."""
+        by_hand = self.config.training.skip_samples
+        return Skipping(self.train_data, self.start.skipped_samples + by_hand)
 
     @property
     def rehearses(self) -> bool:
@@ -130,6 +137,7 @@ def resume(run: Run, *, restart: bool = False, change_layout: bool = False) -> R
         return run
     start = checkpoint.Progress(**search.manifest.progress)
     require_same_past(run.train_data, start)
+    require_untrained(run.config.training.skip_samples, run.train_data, start)
     batch = search.manifest.deepspeed["train_batch_size"]
     if batch != run.section["train_batch_size"]:
         raise ConfigError(
@@ -153,6 +161,19 @@ def resume(run: Run, *, restart: bool = False, change_layout: bool = False) -> R
             ]
         )
     return replace(run, converted_from=before)
+
+
+def require_untrained(ranges: list[list[int]], data: Blend, start: checkpoint.Progress) -> None:
+    """Raises ConfigError if samples to step over were trained on before the checkpoint."""
+    done = Skipping(data, start.skipped_samples)
+    problems = [
+        f"training.skip_samples: [{first}, {last}] begins with samples that were trained on before "
+        f"step {start.step}; continue from an earlier checkpoint"
+        for first, last in ranges
+        if first < done.number(start.samples_consumed) and not done.leaves_out(first, last)
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def policies_of(config: RunConfig, machine: Machine) -> tuple[Policy, ...]:
@@ -230,9 +251,10 @@ def uncovered(config: RunConfig, section: dict[str, Any]) -> list[str]:
 
 def require_same_past(data: Blend, start: checkpoint.Progress) -> None:
     """Raises ConfigError if the samples trained on so far are not those the data would give."""
-    if data.fingerprint(start.samples_consumed) == start.data_fingerprint:
+    read = Skipping(data, start.skipped_samples).number(start.samples_consumed)
+    if data.fingerprint(read) == start.data_fingerprint:
         return
-    tokens = start.samples_consumed * data.sequence_length
+    tokens = read * data.sequence_length
     raise ConfigError(
         [
             f"data.train: not the corpora, weights and seed that the first {tokens:,} tokens were "

@@ -54,6 +54,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      f"{ZERO}.offload_param.devic", "'device'"),
     ({"activation_checkpointing": {"cpu_checkpoint": True}},
      "activation_checkpointing.cpu_checkpoint", "'cpu_checkpointing'"),
+    ({"bf16": {"enabled": True, "check_grad_overflow": False}},
+     "bf16.check_grad_overflow", "non-finite gradients"),
     # values
     ({"wall_clock_breakdown": "false"}, "wall_clock_breakdown", "expected true or false"),
     ({"flops_profiler": {"enabled": 1}}, "flops_profiler.enabled", "expected true or false"),

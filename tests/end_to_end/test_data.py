@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.tokenizer import train_tokenizer
+from data.train_tokenizer import train_tokenizer
 from tests.conftest import read_metrics
 
 TOKENS = 10 * 8 * 16  # of the first 10 steps

@@ -43,6 +43,7 @@ def test_one_process_leaves_a_complete_run_folder(
     assert set(training[0]) == {
         "step", "samples", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "mfu",
         "step_seconds", "data_wait_seconds", "memory_peak_bytes", "memory_alive_bytes",
+        "skipped_steps",
     }  # fmt: skip
     assert [line["samples"] for line in training] == [8, 16, 24, 32]
     assert training[0]["tokens"] == 8 * 16

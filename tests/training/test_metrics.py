@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import re
 import time
 from pathlib import Path
@@ -217,3 +218,52 @@ def test_a_diverged_loss_can_still_be_printed(tmp_path: Path) -> None:
     with writer(tmp_path, 0) as open_writer:
         open_writer.training(line(1, math.nan))
         open_writer.evaluation(1, math.inf)
+
+
+def test_a_log_that_was_torn_anywhere_is_mended(tmp_path: Path) -> None:
+    with writer(tmp_path, 0) as first:
+        for step in range(1, 9):
+            first.training(line(step, 1.0))
+        first.event(4, "something happened")
+    path = tmp_path / "metrics.jsonl"
+    # A line within, as power that fails leaves it, and the end of both files.
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[6] = b"\0" * 20 + b'\xff"}\n'
+    path.write_bytes(b"".join(lines) + b'{"step": 9, "los\xc3')
+    (events_file,) = (tmp_path / "tensorboard").iterdir()
+    events_file.write_bytes(events_file.read_bytes()[:-25])
+    with writer(tmp_path, 6) as second:
+        for step in range(7, 11):
+            second.training(line(step, 2.0))
+    found = [json.loads(text) for text in path.read_text().splitlines()]
+    assert [entry["step"] for entry in found] == [1, 2, 3, 4, 5, 6, 4, 7, 8, 9, 10]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("training/loss")] == list(range(1, 11))
+
+
+def test_a_log_is_whole_when_its_mending_is_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+
+    def fail(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(KeyboardInterrupt):
+        metrics.drop_lines_from(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_what_is_not_finite_is_no_number_in_the_log(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    with writer(tmp_path, 0) as open_writer:
+        open_writer.training(line(1, math.nan))
+        open_writer.evaluation(1, math.inf)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    found = [json.loads(entry, parse_constant=refuse) for entry in text.splitlines()]
+    assert found[0]["loss"] is None
+    assert found[1]["validation_loss"] is None

@@ -18,6 +18,7 @@ from configs.schema import RunConfig
 from training import checkpoint, store
 from training.checkpoint import NoCheckpoint, Progress, Search, verify_alone
 from training.engine import Ranks
+from training.pulse import Pulse
 from training.saver import SaveFailed, Saver
 from training.setup import Run
 from training.unpickling import load_states
@@ -58,7 +59,7 @@ def new_saver(altered: Callable[..., Any]) -> Callable[..., Saver]:
         ranks = Ranks(0, 0, 1, 1, torch.device("cpu"))
         unused: Any = None
         run = Run(config, config, {}, (), ranks, unused, unused, at(0), None)
-        return Saver(Engine(), run)
+        return Saver(Engine(), run, Pulse())
 
     return make
 
@@ -136,10 +137,10 @@ def test_a_failed_save_is_reported_and_the_next_one_tried(
 ) -> None:
     saver = new_saver(save_in_background=in_background)
     saver.save(at(1))
-    saver._settle()
+    saver.settle()
     limit(True)
     saver.save(at(2))
-    saver._settle()
+    saver.settle()
     printed = capsys.readouterr().out
     assert "save at step 2 failed" in printed
     assert "File too large" in printed
@@ -162,7 +163,7 @@ def test_a_failed_save_stops_the_run_that_asks_for_it(
 
     def save() -> None:
         saver.save(at(1))
-        saver._settle()
+        saver.settle()
 
     with pytest.raises(SaveFailed, match=r"step 1 failed.*File too large"):
         save()
@@ -192,7 +193,7 @@ def test_no_save_begins_that_does_not_fit(
     monkeypatch.setattr(saver.writer, "write", lambda: pytest.fail("it began"))
     monkeypatch.setattr("training.saver.shutil.disk_usage", lambda _: SimpleNamespace(free=size))
     saver.save(at(1))
-    saver._settle()
+    saver.settle()
     assert saver.writer.size() == size
     assert "needed, 235.16 KiB free" in capsys.readouterr().out
     assert names(saver) == set()
@@ -205,7 +206,7 @@ def test_an_error_of_ours_is_not_taken_for_trouble_with_the_disk(
     monkeypatch.setattr(saver.writer, "write", lambda: 1 / 0)
     saver.save(at(1))
     with pytest.raises(ZeroDivisionError):
-        saver._settle()
+        saver.settle()
 
 
 def test_copies_share_what_the_originals_share_and_use_the_same_memory_again() -> None:

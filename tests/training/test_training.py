@@ -180,6 +180,9 @@ class PlainEngine:
     def step(self) -> None:
         pass
 
+    def was_step_applied(self) -> bool:
+        return True
+
 
 @pytest.fixture(scope="module")
 def _process_group() -> Iterator[None]:
