@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from configs.deepspeed import Hardware, resolve, warnings_of
-from configs.schema import ConfigError, RunConfig, load_config
+from configs.reading import ConfigError
+from configs.schema import RunConfig, load_config
 from data.dataset import VocabularyError
 from memory.checkpointing import checkpoint_blocks
 from memory.machine import Machine

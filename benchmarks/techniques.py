@@ -26,7 +26,8 @@ from benchmarks.measure import (
     report,
 )
 from configs.deepspeed import resolve
-from configs.schema import ConfigError, load_config
+from configs.reading import ConfigError
+from configs.schema import load_config
 from memory.checkpointing import checkpoint_blocks
 from memory.policies import Policy
 from memory.recompute import apply_policies

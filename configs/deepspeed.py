@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from configs import checks
+from configs.reading import ConfigError
 from configs.schedule import resolve_scheduler
-from configs.schema import ConfigError, RunConfig
+from configs.schema import RunConfig
 from model.config import ModelConfig
 
 # Here "auto" is DeepSpeed's own word.

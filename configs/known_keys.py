@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from configs.schema import explain
+from configs.reading import explain
 
 Path = tuple[str, ...]
 

@@ -11,7 +11,8 @@ from deepspeed.runtime.activation_checkpointing.offload_activations import _Acti
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from configs.schema import ConfigError, RunConfig
+from configs.reading import ConfigError
+from configs.schema import RunConfig
 from memory.policies import Policy
 from memory.recompute import Block, apply_policies, recompute
 from model.gpt import GPT, Context

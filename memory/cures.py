@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from configs.schema import ConfigError, RunConfig, changed
+from configs.reading import ConfigError
+from configs.schema import RunConfig, changed
 from memory.fit import fit, uniform
 from memory.machine import Machine, show_bytes
 from memory.planner import Plan, Planner

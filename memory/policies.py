@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Literal
 
-from configs.schema import ActivationCheckpointing, Blocks, ConfigError
+from configs.reading import ConfigError
+from configs.schema import ActivationCheckpointing, Blocks
 
 Policy = Literal["none", "selective", "full", "offload"]
 """

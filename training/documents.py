@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from configs.schema import ConfigError, DataConfig
+from configs.reading import ConfigError
+from configs.schema import DataConfig
 from data.manifest import TokenizerRecord, read_manifest
 from data.tokenizer import load_tokenizer
 

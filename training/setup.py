@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from configs.deepspeed import resolve, tensor_parallel_size
-from configs.schema import ConfigError, RunConfig, changed
+from configs.reading import ConfigError
+from configs.schema import RunConfig, changed
 from data.dataset import Blend, Corpus
 from data.foreign import require_one_tokenizer
 from data.skipping import Skipping

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.schema import ConfigError, load_config
+from configs.reading import ConfigError
+from configs.schema import load_config
 from training.report import fail
 from training.unpickling import load_states
 

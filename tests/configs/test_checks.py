@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from configs import checks
 from configs.deepspeed import Hardware, resolve, warnings_of
 from configs.known_keys import is_section, keys_read, nearest
-from configs.schema import ActivationCheckpointing, ConfigError, RunConfig, explain
+from configs.reading import ConfigError, explain
+from configs.schema import ActivationCheckpointing, RunConfig
 
 CPU = Hardware(1, "cpu", bf16=False)
 ZERO = "zero_optimization"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from configs.deepspeed import BATCH_KEYS, Hardware, resolve
-from configs.schema import ConfigError, RunConfig
+from configs.reading import ConfigError
+from configs.schema import RunConfig
 from model.gpt import build
 
 CPU = Hardware(1, "cpu", bf16=False)

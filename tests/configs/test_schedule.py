@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from configs.deepspeed import Hardware, resolve
+from configs.reading import ConfigError
 from configs.schedule import learning_rate
-from configs.schema import ConfigError, RunConfig
+from configs.schema import RunConfig
 
 PEAK = 0.01
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from configs.schema import ConfigError, RunConfig, load_config
+from configs.reading import ConfigError
+from configs.schema import RunConfig, load_config
 
 
 def write(path: Path, config: Any) -> Path:

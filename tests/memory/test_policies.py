@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from configs.schema import ActivationCheckpointing, ConfigError
+from configs.reading import ConfigError
+from configs.schema import ActivationCheckpointing
 from memory.policies import block_policies, describe_policies, named_blocks
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import ConfigError, RunConfig
+from configs.reading import ConfigError
+from configs.schema import RunConfig
 from data.manifest import TokenizerRecord
 from data.token_file import TokenFileWriter
 from training.agreement import disagreement

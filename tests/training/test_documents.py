@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import ConfigError, DataConfig
+from configs.reading import ConfigError
+from configs.schema import DataConfig
 from data.manifest import MANIFEST_NAME
 from data.train_tokenizer import train_tokenizer
 from tests.conftest import SEPARATOR

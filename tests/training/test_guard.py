@@ -15,7 +15,8 @@ import pytest
 import torch
 from deepspeed.runtime.fp16 import loss_scaler
 
-from configs.schema import ConfigError, RunConfig
+from configs.reading import ConfigError
+from configs.schema import RunConfig
 from data.token_file import TokenFileWriter
 from data.tokenizer import load_tokenizer
 from data.train_tokenizer import train_tokenizer
@@ -225,7 +226,12 @@ def test_samples_are_text_where_the_tokenizer_is(
     ids = load_tokenizer(path, fast=False).encode(text)
     with TokenFileWriter(tmp_path / "train", 300) as writer:
         writer.append(np.array(ids), np.array([len(ids)], np.int32))
-    changes = {"data.train": [{"path": str(tmp_path / "train")}], "model.vocabulary_size": 300}
+    changes = {
+        "data.train": [{"path": str(tmp_path / "train")}],
+        "data.validation": str(tmp_path / "train"),
+        "data.tokenizer": str(path),
+        "model.vocabulary_size": 300,
+    }
     data, _ = open_data(RunConfig.model_validate(altered(changes)))
     assert samples.text_of(data, 0, str(path)) in text
     assert len(samples.text_of(data, 0, str(path))) > 16

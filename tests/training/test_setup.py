@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import ConfigError, RunConfig
+from configs.reading import ConfigError
+from configs.schema import RunConfig
 from memory.machine import Machine
 from memory.planner import Planner
 from training.engine import Ranks

@@ -12,7 +12,8 @@ import torch
 from deepspeed.utils import groups
 
 from configs.deepspeed import BATCH_KEYS, Hardware, resolve, tensor_parallel_size
-from configs.schema import ConfigError, RunConfig
+from configs.reading import ConfigError
+from configs.schema import RunConfig
 from model.config import ModelConfig
 from model.gpt import build
 from training.engine import Ranks

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 import train
-from configs.schema import ConfigError, RunConfig
+from configs.reading import ConfigError
+from configs.schema import RunConfig
 from data.dataset import VocabularyError
 from memory.recompute import RecomputationError, apply_policies, explain_recomputation
 from model.gpt import build
