@@ -21,6 +21,7 @@ from memory.cost import SPEEDS, StepTime, step_time
 from memory.ledger import Category, Ledger, Sample
 from memory.machine import Machine, show_bytes
 from memory.policies import Policy, block_policies
+from memory.staging import staged
 from memory.states import Parameter, Setup, states_of
 from memory.timeline import Timeline
 from model.config import ModelConfig
@@ -150,11 +151,11 @@ class Planner:
 
     def plan(self, policies: Sequence[Policy]) -> Plan:
         machine = self.machine
-        timelines = self.replay(policies).timeline
-        ranks = machine.ranks_per_node
-        host = [_scaled(sample, ranks) for sample in timelines.get("host", [])]
-        if machine.device == "cpu":
-            host = [_scaled(sample, ranks) for sample in timelines["gpu"]]
+        ledger = self.replay(policies)
+        timelines, ranks = ledger.timeline, machine.ranks_per_node
+        host = [_scaled(sample, ranks) for sample in timelines.get("host", timelines["gpu"])]
+        if self.config.training.save_in_background:
+            host += _saving(host, staged(ledger, self.setup).on_host(ranks, self.tensor_parallel))
         return Plan(
             machine,
             tuple(policies),
@@ -246,6 +247,15 @@ def model_parameters(
         size = parameter.numel() // (tensor_parallel if is_cut else 1)
         found.append(Parameter(name, size, rules[name].decay))
     return tuple(found)
+
+
+def _saving(timeline: Sequence[Sample], size: int) -> list[Sample]:
+    """Another step, like the last, while a save is under way: with `size` bytes of copies."""
+    last = max(n for n, sample in enumerate(timeline) if sample.moment == "embedding forward")
+    return [
+        Sample(moment, total + size, {**held, "buffers": held.get("buffers", 0) + size})
+        for moment, total, held in timeline[last:]
+    ]
 
 
 def _scaled(sample: Sample, ranks: int) -> Sample:

@@ -96,8 +96,12 @@ def test_20b_without_pinning_by_hand() -> None:
     own = V * H + 5 * MATRICES + 5 * VECTORS + 7 * H
     assert 4 * MATRICES < (LAYERS * MATRICES + 2 * V * H) / RANKS - V * H < 5 * MATRICES
     assert host["gradients"] == pytest.approx(4 * COUNT + RANKS * 2 * own, rel=1e-6)
-    # The shares in bf16, to send, and room for the largest gradient (initialise).
-    assert host["buffers"] == pytest.approx(2 * COUNT + RANKS * 2 * V * H, rel=1e-6)
+    # The shares in bf16, to send, and room for the largest gradient (initialise); for saves in the
+    # background a copy of master weights and states, 4 and 8 bytes, and of one rank's parameters.
+    sent, copied = 2 * COUNT + RANKS * 2 * V * H, (4 + 8 + 2) * COUNT
+    assert host["buffers"] == pytest.approx(sent + copied, rel=1e-6)
+    alone = plan(changed(twenty_b(), {"training.save_in_background": False}), cluster(80))
+    assert alone.host.peak.by_category["buffers"] == pytest.approx(sent, rel=1e-6)
 
 
 def test_20b_with_pinning_by_hand() -> None:
