@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from configs.deepspeed import Hardware, resolve, warnings_of
 from configs.reading import ConfigError
@@ -64,6 +63,12 @@ from training.universal import NotConverted, load_converted
 from training.unpickling import Refused
 from training.watchdog import Watchdog
 
+FAILURES = (
+    BadSteps, BuildError, checkpoint.NoCheckpoint, NotConverted, RanksDisagree, Refused,
+    ReplicasDiffer, SaveFailed,
+)  # fmt: skip
+"""What every rank comes to, and says in one line."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
@@ -89,13 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(error, 1)
     except ConfigError as error:
         return fail(error, 2, ranks)
-    except (BuildError, RanksDisagree) as error:
-        return fail(error, 1, ranks)
-    except (BadSteps, ReplicasDiffer) as error:
-        return fail(error, 1, ranks)
     except VocabularyError as error:
         return fail(error, 2)
-    except (checkpoint.NoCheckpoint, NotConverted, Refused, SaveFailed) as error:
+    except FAILURES as error:
         return fail(error, 1, ranks)
     except OutOfMemory as error:
         return explain(error.bare(), where)
@@ -306,11 +307,6 @@ def look_for_leak(session: Session, engine: Any, ranks: Ranks, step: int) -> Non
     alive = metrics.alive_memory(ranks.device, bytes_by_category(engine))
     if leak := session.leaks.read(alive):
         print(f"warning    rank {ranks.rank}, step {step}: {leak}", flush=True)
-
-
-def mean_over_ranks(value: Tensor) -> float:
-    torch.distributed.all_reduce(value)
-    return value.item() / torch.distributed.get_world_size()
 
 
 def gradient_norm(engine: Any) -> float | None:

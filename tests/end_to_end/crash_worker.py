@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 
 import train
 from data.loader import Loader
-from training import saver, writer
+from training import saver, session, writer
 
 WATCHED = ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
 
@@ -39,18 +38,15 @@ class Journal(Loader):
     path: Path
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._ranges: deque[range] = deque()
-        self._position = options.get("samples_consumed", 0)
-        with self.path.open("a") as file:
-            file.write(json.dumps({"from": self._position}) + "\n")
         super().__init__(*arguments, **options)
-
-    def _read_ahead(self) -> None:
-        self._ranges.append(range(self._next_sample, self._next_sample + self._micro_batch))
-        super()._read_ahead()
+        self._next_samples = self.first_samples
+        with self.path.open("a") as file:
+            file.write(json.dumps({"from": self.samples_consumed}) + "\n")
 
     def __next__(self) -> Any:
-        samples = list(self._ranges.popleft())
+        samples = list(self._next_samples)
+        start = self._next_samples.start + self._samples_per_micro_step
+        self._next_samples = range(start, start + len(samples))
         with self.path.open("a") as file:
             file.write(json.dumps({"at": self.samples_consumed, "samples": samples}) + "\n")
         return super().__next__()
@@ -116,7 +112,7 @@ def live(config: str, rank: int, ranks: int, port: int, death: dict[str, Any], f
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= address | {name: str(value) for name, value in places.items()}
     Journal.path = folder / f"journal-{rank}"
-    train.Loader = Journal  # type: ignore[misc]
+    session.Loader = Journal  # type: ignore[misc]
     if death.get("rank") == rank:
         arm(death, folder / "note")
     code = 1

@@ -17,6 +17,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from torch import Tensor
 
 import train
 from configs.deepspeed import resolve, tensor_parallel_size
@@ -36,6 +37,11 @@ from training.rehearse import rehearse
 from training.setup import machine_of, open_data, policies_of
 
 
+def mean_over_ranks(value: Tensor) -> float:
+    torch.distributed.all_reduce(value)
+    return value.item() / torch.distributed.get_world_size()
+
+
 def steps_of(engine: Any, config: RunConfig, ranks: Ranks) -> Iterator[dict[str, Any]]:
     """Train to the end through the real step; yields each step's loss, norm and learning rate."""
     data, _ = open_data(config)
@@ -50,7 +56,7 @@ def steps_of(engine: Any, config: RunConfig, ranks: Ranks) -> Iterator[dict[str,
         for step in range(1, config.training.max_steps + 1):
             seed_step(config.training.seed, step, ranks.data_rank)
             lr = engine.get_lr()[0]
-            loss = train.mean_over_ranks(train_step(engine, loader))
+            loss = mean_over_ranks(train_step(engine, loader))
             yield {"losses": loss, "norms": train.gradient_norm(engine), "lrs": lr}
 
 
