@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -19,8 +19,10 @@ from configs.schema import RunConfig, load_config
 from model.gpt import GPT, build
 from model.partition import join
 from training import store
-from training.engine import Ranks
 from training.unpickling import load_states, values_only
+
+if TYPE_CHECKING:
+    from training.engine import Ranks  # weights can be read without DeepSpeed
 
 # Keys that may differ when a run is continued: they do not change what is computed at a step.
 FREE_KEYS = {

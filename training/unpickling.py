@@ -8,6 +8,7 @@ only keep values.
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +16,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
-HARMLESS = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 _load = torch.load
 
 
@@ -33,13 +31,24 @@ def load_states(path: str | Path, *, map_location: Any = "cpu", mmap: bool | Non
         Refused: nothing of the file was run.
     """
     try:
-        with torch.serialization.safe_globals(HARMLESS):
+        with torch.serialization.safe_globals(_harmless(path)):
             return _load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
         # torch's first line names the function; the rest advises to allow it.
         lines = [line.strip() for line in str(error).splitlines() if "nsupported" in line]
         reason = lines[0].removeprefix("WeightsUnpickler error: ") if lines else "not torch's"
         raise Refused(f"{path}: refused, it holds more than values: {reason}") from None
+
+
+def _harmless(path: str | Path) -> list[Any]:
+    """DeepSpeed's classes, imported only for a file that names some: that takes seconds."""
+    if zipfile.is_zipfile(path) and not get_unsafe_globals_in_checkpoint(path):
+        return []
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
 @contextmanager
