@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import threading
 from pathlib import Path
 
 import train
 from training.engine import leave
 
+# Else every thread that starts behind the rehearsal takes 8 MB of the limit.
+threading.stack_size(2**19)
 limited, extra, *arguments = sys.argv[1:]
 if os.environ.get("RANK", "0") == limited:
     status = Path("/proc/self/status").read_text()

@@ -16,7 +16,7 @@ from memory.policies import Policy
 
 WORKER = str(Path(__file__).with_name("limited_train.py"))
 # The limit is on address space, of which glibc keeps what was freed in blocks of up to 32 MB.
-ENV = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+ENV = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_ARENA_MAX": "1"}
 # What DeepSpeed, autograd's threads and the planner itself take beside torch's allocator.
 BESIDE = 120 * 2**20
 
