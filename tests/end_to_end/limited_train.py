@@ -8,14 +8,19 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import threading
 from pathlib import Path
 
-import train
-from training.engine import leave
+# The limit counts what threads reserve for their stacks and never touch, 8 MB each, of which a run
+# starts several behind the rehearsal. glibc reads its default when a process starts.
+SMALL, USUAL = 2**20, 2**23
+if resource.getrlimit(resource.RLIMIT_STACK)[0] != SMALL:
+    resource.setrlimit(resource.RLIMIT_STACK, (SMALL, resource.RLIM_INFINITY))
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+resource.setrlimit(resource.RLIMIT_STACK, (USUAL, resource.RLIM_INFINITY))
 
-# Else every thread that starts behind the rehearsal takes 8 MB of the limit.
-threading.stack_size(2**19)
+import train  # noqa: E402
+from training.engine import leave  # noqa: E402
+
 limited, extra, *arguments = sys.argv[1:]
 if os.environ.get("RANK", "0") == limited:
     status = Path("/proc/self/status").read_text()

@@ -17,6 +17,7 @@ import pytest
 
 from data.dataset import Corpus
 from data.token_file import TokenFileWriter
+from tests.conftest import write_manifest
 from training import store
 
 TORCHRUN = [
@@ -139,11 +140,13 @@ SAMPLES = 900
 def spoilt(tmp_path: Path) -> tuple[str, int]:
     """A corpus that is learnt soon but for one sample, and a seed that has it in step 85 to 95."""
     random = np.random.default_rng(0)
-    prefix = tmp_path / "spoilt"
+    prefix = tmp_path / "prepared" / "spoilt"
+    prefix.parent.mkdir()
     tokens = np.arange(SAMPLES * 16 + 1) % 67
     tokens[200 * 16 : 201 * 16] = random.integers(67, size=16)
     with TokenFileWriter(prefix, 67) as writer:
         writer.append(tokens, np.array([len(tokens)], np.int32))
+    write_manifest(prefix.parent, {"spoilt": writer.record})
     for seed in range(1000):
         order = Corpus(prefix, 16, seed, vocabulary_size=67)
         if 200 in order.positions(np.arange(84 * 8, 95 * 8)):

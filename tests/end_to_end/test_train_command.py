@@ -101,7 +101,7 @@ def test_a_run_folder_of_another_config_is_refused_and_kept(
     assert "model.layers: the run has 2, the config 3" in done.stderr
     assert "training.seed: the run has 1234, the config 5" in done.stderr
     two = command.train(config, "--set", "training.max_steps=3", ranks=2)
-    assert "written by 1 ranks, but this run has 2" in two.stderr
+    assert "written by 1 rank, ZeRO 0, and this run has 2 ranks, ZeRO 0" in two.stderr
     assert metrics.read_text() == before
 
 
