@@ -13,8 +13,9 @@ train: corpus
 	@echo && echo "What the model writes after 'def ':" && echo
 	python -m training.generate --checkpoint runs/quickstart --prompt "def "
 
+# Two tests at a time, one thread each: most wait for processes of their own.
 test: .venv/installed-for-tests
-	python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal $(ARGS)
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
