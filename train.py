@@ -12,7 +12,6 @@ a checkpoint saved: run it again.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -20,18 +19,14 @@ from typing import Any
 
 import torch
 
-from configs.deepspeed import Hardware, resolve, warnings_of
 from configs.reading import ConfigError
-from configs.schema import RunConfig, load_config
+from configs.schema import load_config
 from data.dataset import VocabularyError
 from memory.checkpointing import checkpoint_blocks
-from memory.machine import Machine
-from memory.plan import DOES_NOT_FIT, add_machine, show
-from memory.plan import machine_of as machine_described
-from memory.planner import Planner
-from model.flops import training_flops_per_token
+from memory.plan import add_machine, machine_of
 from training import checkpoint, metrics
 from training.agreement import RanksDisagree
+from training.check import check
 from training.engine import (
     Ranks,
     build_engine,
@@ -57,7 +52,7 @@ from training.replicas import ReplicasDiffer, check_replicas
 from training.report import conclude, describe, describe_milder, fail, say
 from training.saver import SaveFailed, Saver
 from training.session import Session, open_session, roll_back
-from training.setup import Run, policies_of, prepare, resume
+from training.setup import Run, prepare, resume
 from training.stop import RESUMABLE, Stop, ends_at
 from training.universal import NotConverted, load_converted
 from training.unpickling import Refused
@@ -76,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         ranks = read_ranks(options.local_rank)
         config = load_config(options.config, options.overrides)
-        if options.check:
-            return check(config, machine_described(options))
+        if options.check or options.dry_run:
+            return check(config, machine_of(options), dry_run=options.dry_run)
         run = prepare(config, ranks, restart=options.restart)
     except (ValueError, OSError) as error:
         return fail(error, 2, ranks)
@@ -117,7 +112,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="print the resolved config and its plan, and exit"
     )
-    add_machine(parser.add_argument_group("hardware that --check is for"))
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="--check, and the first batch read, the model at full shape through one step's passes",
+    )  # fmt: skip
+    add_machine(parser.add_argument_group("hardware that --check and --dry-run are for"))
     parser.add_argument(
         "--restart", action="store_true",
         help="begin at step 0; what the run folder holds is kept in its folder before-restart-N",
@@ -129,25 +128,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     # DeepSpeed's launcher writes the first spelling, older torch launchers the second.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
-
-
-def check(config: RunConfig, machine: Machine) -> int:
-    """Print what a run on this hardware would be, without needing it."""
-    hardware = Hardware(machine.gpus, machine.device, machine.bf16)
-    section = resolve(config, hardware)
-    plan = Planner(config, machine).plan(policies_of(config, machine))
-    print(json.dumps(config.model_dump() | {"deepspeed": section}, indent=2))
-    tokens = section["train_batch_size"] * config.training.sequence_length
-    flops = training_flops_per_token(config.model, config.training.sequence_length)
-    steps = config.training.max_steps
-    print(
-        f"{config.model.parameter_count():,} parameters; {tokens:,} tokens a step, {steps:,} steps"
-    )
-    print(f"{tokens * steps:,} tokens in all, {flops * tokens * steps:.3g} FLOPs\n")
-    show(plan)
-    for line in warnings_of(config, section, hardware):
-        print(f"warning: {line}")
-    return 0 if plan.fits else DOES_NOT_FIT
 
 
 def train(run: Run, where: Whereabouts) -> int:

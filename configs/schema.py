@@ -228,7 +228,7 @@ class ActivationCheckpointing(Section):
     )
     """"auto": those of least step time that fit the memory budget (memory/fit.py)."""
     memory_budget: str | None = None
-    """For "auto": bytes of one rank's device, as in "70GiB"; left out, all it has."""
+    """For "auto": bytes of one rank's device, as in "70GiB", at most what it has; left out, all."""
 
     @model_validator(mode="after")
     def _check_backend(self) -> ActivationCheckpointing:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -69,8 +70,8 @@ def trace(
     `early_stop` is whether a recomputation stops at the last tensor that backward needs, as torch's
     own checkpointing does and DeepSpeed's does not.
     """
-    with _fake(shape), set_checkpoint_early_stop(early_stop):
-        model = _one_block(config, shape, loss, z_loss)
+    one_block = config.model_copy(update={"layers": 1})
+    with fake_model(one_block, shape, loss, z_loss) as model, set_checkpoint_early_stop(early_stop):
         tokens = torch.zeros(shape.micro_batch, shape.sequence_length, dtype=torch.int64)
         play = partial(record, model, scratches=shape.device == "cpu")
         shared: list[Context] = []
@@ -104,28 +105,28 @@ def _as_loss(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 @contextmanager
-def _fake(shape: Shape) -> Iterator[None]:
+def fake_model(config: ModelConfig, shape: Shape, loss: LossMethod, z_loss: float) -> Iterator[GPT]:
+    """One rank's model on fake tensors, which every tensor made in here is: nothing has memory."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(shape.dtype)
     try:
         with FakeTensorMode(), torch.device("cpu"):
-            yield
+            separator = 0 if shape.document_masking else None
+            model = GPT(config, loss=loss, z_loss=z_loss, separator=separator)
+            _as_on_its_rank(model, shape)
+            yield model
     finally:
         torch.set_default_dtype(before)
 
 
-def _one_block(config: ModelConfig, shape: Shape, loss: LossMethod, z_loss: float) -> GPT:
-    separator = 0 if shape.document_masking else None
-    one_layer = config.model_copy(update={"layers": 1})
-    model = GPT(one_layer, loss=loss, z_loss=z_loss, separator=separator)
+def _as_on_its_rank(model: GPT, shape: Shape) -> None:
     if shape.tensor_parallel > 1:
         _cut(model, shape.tensor_parallel)
     if shape.device == "cuda":
-        for module in (model.blocks[0], model.final_norm, model.head):
+        for module in (*model.blocks, model.final_norm, model.head):
             use_cuda_kernels(module)
-        if takes_packed(shape.dtype, config.head_width):
+        if takes_packed(shape.dtype, model.config.head_width):
             model.attention_within = _packed
-    return model
 
 
 def _packed(documents: Tensor, x: Tensor, head_width: int) -> Attend:
@@ -135,16 +136,16 @@ def _packed(documents: Tensor, x: Tensor, head_width: int) -> Attend:
 
 def _cut(model: GPT, size: int) -> None:
     """One rank's share of every layer that model/partition.py cuts."""
-    for name, cut in cuts(model.config).items():
-        parent, _, child = f"blocks.0.{name}".rpartition(".")
-        layer = model.get_submodule(f"blocks.0.{name}")
+    for block, (name, cut) in product(model.blocks, cuts(model.config).items()):
+        parent, _, child = name.rpartition(".")
+        layer = block.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         rows, columns = layer.out_features, layer.in_features
         if cut.by == "columns":
             share: nn.Module = nn.Linear(columns, rows // size, bias=layer.bias is not None)
         else:
             share = _SummedLinear(columns // size, rows, bias=layer.bias is not None)
-        setattr(model.get_submodule(parent), child, share)
+        setattr(block.get_submodule(parent), child, share)
 
 
 class _SummedLinear(nn.Linear):

@@ -81,9 +81,15 @@ def step_time(
     parameters: int,
     data_ranks: int,
     element: int,
+    accumulation_element: int,
     speeds: Speeds,
 ) -> StepTime:
-    """One optimizer step of one rank. `parameters` are those it holds before ZeRO cuts them."""
+    """One optimizer step of one rank. `parameters` are those it holds before ZeRO cuts them.
+
+    Args:
+        element: bytes of one parameter.
+        accumulation_element: bytes in which gradients are summed up over micro-batches.
+    """
     accumulation = section["gradient_accumulation_steps"]
     outer = [traced.embedding, traced.head]
     passes = sum(
@@ -101,6 +107,10 @@ def step_time(
     communication = _communication(stage, accumulation, parameters * element, data_ranks, speeds)
     if stage == 3 and offloads["param"]:  # this rank's share, for each forward and each backward
         communication += 2 * accumulation * share * element / speeds.host_link
+    if stage in (1, 2) and offloads["optimizer"] and accumulation_element == element:
+        # async_accumulate_grad_in_cpu_via_gpu: each micro-batch's share goes to the host, the sum
+        # so far comes from there first. Float32 sums stay on the GPU.
+        communication += 2 * (accumulation - 1) * share * element / speeds.host_link
     return StepTime(
         compute=accumulation * passes,
         communication=communication,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from configs.reading import ConfigError
 from configs.schema import RunConfig, changed
-from memory.fit import fit, uniform
+from memory.fit import fit, uniform, within_budget
 from memory.machine import Machine, show_bytes
 from memory.planner import Plan, Planner
 from memory.policies import Policy, as_names
@@ -19,6 +19,7 @@ ZERO = "deepspeed.zero_optimization"
 MICRO_BATCH = "deepspeed.train_micro_batch_size_per_gpu"
 ACCUMULATION = "deepspeed.gradient_accumulation_steps"
 POLICIES = "activation_checkpointing.policies"
+BUDGET = "activation_checkpointing.memory_budget"
 LEAST_SAVING = 0.03
 """Of the predicted peak: a step towards less memory is at least this large."""
 SEARCHED = ("micro_batch", "zero_stage", "offload")
@@ -59,18 +60,14 @@ def cures(config: RunConfig, machine: Machine, now: Plan) -> list[Cure]:
             planner = Planner(changed(config, changes), hardware)
         except ConfigError:
             continue  # not a legal setting of this run
-        plan = planner.plan(now.policies)
-        if not plan.fits:
-            plan, changes = _with_policies(planner, plan, changes)
-        found.append(Cure(changes, hardware, plan))
+        found.append(with_policies(planner, changes, now.policies))
     helping = [cure for cure in found if cure.plan.fits or _shortage(cure.plan) < _shortage(now)]
     return sorted(helping, key=lambda cure: cure.rank(machine))
 
 
 def policy_cure(config: RunConfig, machine: Machine) -> Cure:
     """Other policies alone: the cheapest that fit, or else those that need least."""
-    plan = fit(Planner(config, machine), alternatives=False).plan
-    return Cure({POLICIES: as_names(plan.policies)}, machine, plan)
+    return _fitted(Planner(config, machine), {})
 
 
 def milder(config: RunConfig, machine: Machine, now: Plan) -> Cure | None:
@@ -87,8 +84,7 @@ def milder(config: RunConfig, machine: Machine, now: Plan) -> Cure | None:
     while not cure.plan.fits and micro % 2 == 0:
         micro, steps = micro // 2, steps * 2
         changes = {MICRO_BATCH: micro, ACCUMULATION: steps}
-        plan = fit(Planner(changed(config, changes), below), alternatives=False).plan
-        cure = Cure({**changes, POLICIES: as_names(plan.policies)}, below, plan)
+        cure = _fitted(Planner(changed(config, changes), below), changes)
     return cure if cure.plan.fits else None
 
 
@@ -101,11 +97,8 @@ def search(config: RunConfig, machine: Machine, over: frozenset[str]) -> Cure:
     for bound, changes, planner in _by_least_time(config, machine, over):
         if best and best.plan.fits and bound >= best.plan.step.total:
             break
-        plan = fit(planner, alternatives=False).plan
-        cure = Cure({**changes, POLICIES: as_names(plan.policies)}, machine, plan)
-        if best is None or (_shortage(plan), plan.step.total) < (
-            _shortage(best.plan), best.plan.step.total,
-        ):  # fmt: skip
+        cure = _fitted(planner, changes)
+        if best is None or _lacking_then_time(cure.plan) < _lacking_then_time(best.plan):
             best = cure
     assert best is not None, "the run's own settings are among those searched"
     return best
@@ -135,14 +128,38 @@ def _shortage(plan: Plan) -> int:
     return plan.gpu.shortfall + plan.host.shortfall
 
 
-def _with_policies(
-    planner: Planner, plan: Plan, changes: dict[str, Any]
-) -> tuple[Plan, dict[str, Any]]:
-    other = fit(planner, alternatives=False).plan
-    if _shortage(other) >= _shortage(plan):
-        return plan, changes
-    names: Mapping[Policy, Any] = as_names(other.policies)
-    return other, {**changes, POLICIES: names}
+def _lacking_then_time(plan: Plan) -> tuple[int, float]:
+    return _shortage(plan), plan.step.total
+
+
+def with_policies(planner: Planner, changes: dict[str, Any], policies: Sequence[Policy]) -> Cure:
+    """Changes, which `planner` has, with these policies as far as they fit, else with others.
+
+    A run of policies "auto" does not keep any.
+    """
+    plan = planner.plan(policies)
+    automatic = planner.config.activation_checkpointing.policies == "auto"
+    if plan.fits and not automatic:
+        return Cure(changes, planner.machine, plan)
+    other = _fitted(planner, changes)
+    if automatic or _shortage(other.plan) < _shortage(plan):
+        return other
+    return Cure(changes, planner.machine, plan)
+
+
+def _fitted(planner: Planner, changes: dict[str, Any]) -> Cure:
+    """Changes, which `planner` has, with the policies of least step time that fit.
+
+    The config has them by name or, where they are "auto", by the memory that they are chosen for.
+    """
+    config, machine = planner.config, planner.machine
+    plan = fit(planner, alternatives=False).plan
+    if config.activation_checkpointing.policies != "auto":
+        return Cure({**changes, POLICIES: as_names(plan.policies)}, machine, plan)
+    limit = machine.gpu_memory
+    if limit is not None and within_budget(config, machine._replace(gpu_memory=None)) != machine:
+        changes = {**changes, BUDGET: f"{limit}B"}
+    return Cure(changes, machine, plan)
 
 
 def _single_changes(

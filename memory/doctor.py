@@ -19,11 +19,11 @@ from rich.table import Table
 
 from configs.schema import RunConfig, load_config
 from memory.diagnosis import Observation, Proposal, Report, explain, read_report, rule_of
+from memory.fit import plan as plan_of
 from memory.machine import show_bytes
 from memory.messages import find_message, read_message
 from memory.plan import add_machine, machine_of
 from memory.planner import Plan
-from memory.planner import plan as plan_of
 from memory.remedies import general, planned, proposals
 
 SHOWN = 5

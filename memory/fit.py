@@ -16,10 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from configs.reading import ConfigError
+from configs.schema import RunConfig
 from memory.cost import SPEEDS, block_seconds
 from memory.ledger import rounded
+from memory.machine import Machine, parse_bytes
 from memory.planner import Place, Plan, Planner
-from memory.policies import Policy
+from memory.policies import Policy, block_policies
 from memory.timeline import OFFLOADS_IN_FLIGHT
 
 
@@ -29,6 +32,36 @@ class Fit:
     """The cheapest that fits; where none does, the one that lacks least memory."""
     next_best: Plan | None
     """The cheapest that fits with other numbers of blocks."""
+
+
+def plan(config: RunConfig, machine: Machine) -> Plan:
+    """The plan of a run as it is: with its policies or, for "auto", with those chosen for it.
+
+    Raises:
+        ConfigError: mistakes in the configuration, all of them.
+    """
+    planner = Planner(config, within_budget(config, machine))
+    settings = config.activation_checkpointing
+    if settings.policies == "auto":
+        return fit(planner, alternatives=False).plan
+    return planner.plan(block_policies(settings, config.model.layers, machine.device))
+
+
+def within_budget(config: RunConfig, machine: Machine) -> Machine:
+    """A GPU with no more memory than the run's memory_budget.
+
+    Raises:
+        ConfigError: the budget is no size.
+    """
+    text = config.activation_checkpointing.memory_budget
+    if text is None:
+        return machine
+    try:
+        budget = parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError([f"activation_checkpointing.memory_budget: {error}"]) from None
+    memory = budget if machine.gpu_memory is None else min(budget, machine.gpu_memory)
+    return machine._replace(gpu_memory=memory)
 
 
 def fit(planner: Planner, *, alternatives: bool = True) -> Fit:

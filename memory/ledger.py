@@ -44,6 +44,8 @@ class Ledger:
     timeline: dict[Place, list[Sample]] = field(default_factory=dict)
     starts: dict[Place, list[int]] = field(default_factory=dict)
     """Bytes alive as each moment of the timeline began."""
+    slack: Counter[Category] = field(default_factory=Counter)
+    """Of what is alive, the bytes that page-locked memory was rounded up by."""
 
     def __post_init__(self) -> None:
         self.alive = {place: Counter() for place in self.places}
@@ -76,6 +78,17 @@ class Ledger:
         self._totals[place] -= size
         assert self.alive[place][category] >= 0, f"{category} below zero: {size} bytes too many"
 
+    def lock(self, category: Category, size: int) -> None:
+        """Book page-locked memory of the host: a copy of what was allocated first."""
+        self.allocate("transient", size, "host")
+        self.allocate(category, page_locked(size), "host")
+        self.free("transient", size, "host")
+        self.slack[category] += page_locked(size) - size
+
+    def unlock(self, category: Category, size: int) -> None:
+        self.free(category, page_locked(size), "host")
+        self.slack[category] -= page_locked(size) - size
+
     def move(self, source: Category, target: Category, size: int, place: Place = "gpu") -> None:
         """Book what is alive already under another category."""
         self.free(source, size, place)
@@ -97,3 +110,8 @@ class Ledger:
 def rounded(size: int, granularity: int) -> int:
     """What an allocator takes for `size` bytes."""
     return -(-size // granularity) * granularity
+
+
+def page_locked(size: int) -> int:
+    """Bytes that torch takes: a power of two (ATen/core/CachingHostAllocator.h; read)."""
+    return 1 << (size - 1).bit_length() if size else 0

@@ -20,10 +20,10 @@ from configs.deepspeed import Hardware, warnings_of
 from configs.schema import RunConfig, load_config
 from memory.cost import SPEEDS
 from memory.cures import SEARCHED, Cure, cures, search
-from memory.fit import fit
+from memory.fit import fit, plan, within_budget
 from memory.ledger import Sample
 from memory.machine import Machine, parse_bytes, show_bytes
-from memory.planner import Place, Plan, Planner, categories, plan
+from memory.planner import Place, Plan, Planner, categories
 from memory.policies import describe_policies
 
 DOES_NOT_FIT = 3
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         config = load_config(options.config, options.overrides)
-        machine = machine_of(options)
+        machine = within_budget(config, machine_of(options))
         now = plan(config, machine)
         chosen, notes = now, []
         if options.search:

@@ -20,7 +20,7 @@ from memory.activations import Shape, Traced, trace
 from memory.cost import SPEEDS, StepTime, step_time
 from memory.ledger import Category, Ledger, Sample
 from memory.machine import Machine, show_bytes
-from memory.policies import Policy, block_policies
+from memory.policies import Policy
 from memory.staging import staged
 from memory.states import Parameter, Setup, states_of
 from memory.timeline import Timeline
@@ -64,6 +64,8 @@ class Plan:
     gpu: Place
     host: Place
     step: StepTime
+    checkpoint_bytes: int
+    """On disk, of one checkpoint: all ranks' files."""
     assumptions: tuple[str, ...]
 
     @property
@@ -88,6 +90,7 @@ class Plan:
             },
             "policies": list(self.policies),
             "step_seconds_estimate": self.step.total,
+            "checkpoint_bytes": self.checkpoint_bytes,
             "assumptions": list(self.assumptions),
         }
 
@@ -121,19 +124,22 @@ class Planner:
             else machine.gpu_memory - self._gpu_allowance(),
         )
 
-    @functools.cached_property
-    def traced(self) -> Traced:
-        training, settings = self.config.training, self.config.activation_checkpointing
-        shape = Shape(
+    @property
+    def shape(self) -> Shape:
+        return Shape(
             self.section["train_micro_batch_size_per_gpu"],
-            training.sequence_length,
+            self.config.training.sequence_length,
             self.dtype,
             self.machine.device,
             self.tensor_parallel,
             self.config.data.document_masking,
         )
+
+    @functools.cached_property
+    def traced(self) -> Traced:
+        training, settings = self.config.training, self.config.activation_checkpointing
         early_stop = settings.backend == "torch"
-        return _trace(self.config.model, shape, training.loss, training.z_loss, early_stop)
+        return _trace(self.config.model, self.shape, training.loss, training.z_loss, early_stop)
 
     @property
     def granularity(self) -> int:
@@ -154,14 +160,16 @@ class Planner:
         ledger = self.replay(policies)
         timelines, ranks = ledger.timeline, machine.ranks_per_node
         host = [_scaled(sample, ranks) for sample in timelines.get("host", timelines["gpu"])]
+        written = staged(ledger, self.setup)
         if self.config.training.save_in_background:
-            host += _saving(host, staged(ledger, self.setup).on_host(ranks, self.tensor_parallel))
+            host += _saving(host, written.on_host(ranks, self.tensor_parallel))
         return Plan(
             machine,
             tuple(policies),
             Place(_with_allowance(timelines["gpu"], self._gpu_allowance()), machine.gpu_memory),
             Place(_with_allowance(host, self._host_allowance()), machine.host_memory),
             self.step_time(policies),
+            written.on_host(machine.gpus, self.tensor_parallel),
             self._assumptions(),
         )
 
@@ -173,6 +181,7 @@ class Planner:
             parameters=sum(parameter.size for parameter in self.setup.parameters),
             data_ranks=self.setup.data_ranks,
             element=self.setup.element,
+            accumulation_element=self.setup.accumulation_element,
             speeds=SPEEDS[self.machine.kind],
         )
 
@@ -208,17 +217,6 @@ class Planner:
         if zero.get("stage", 0) < 3 and (zero.get("offload_param") or {}).get("device"):
             lines.append("offload_param saves nothing below ZeRO stage 3: DeepSpeed ignores it")
         return tuple(lines)
-
-
-def plan(config: RunConfig, machine: Machine) -> Plan:
-    """The plan of a run whose policies are given.
-
-    Raises:
-        ConfigError: mistakes in the configuration, all of them.
-    """
-    planner = Planner(config, machine)
-    settings = config.activation_checkpointing
-    return planner.plan(block_policies(settings, config.model.layers, machine.device))
 
 
 @functools.cache

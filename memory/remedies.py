@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from configs.schema import RunConfig, changed
-from memory.cures import ACCUMULATION, MICRO_BATCH, POLICIES, ZERO, Cure, cures, search
+from memory.cures import (
+    ACCUMULATION,
+    MICRO_BATCH,
+    POLICIES,
+    ZERO,
+    Cure,
+    cures,
+    search,
+    with_policies,
+)
 from memory.diagnosis import HELD, Observation, Proposal, Rule
 from memory.ledger import Category, Sample
 from memory.machine import Machine
@@ -147,9 +156,9 @@ def _smaller_micro_batches(config: RunConfig, machine: Machine, now: Plan) -> It
     while micro % 2 == 0:
         micro, steps = micro // 2, steps * 2
         changes = {MICRO_BATCH: micro, ACCUMULATION: steps}
-        plan = Planner(changed(config, changes), machine).plan(now.policies)
-        if plan.fits:
-            yield Cure(changes, machine, plan)
+        cure = with_policies(Planner(changed(config, changes), machine), changes, now.policies)
+        if cure.plan.fits and POLICIES not in cure.changes:
+            yield cure
             return
 
 
@@ -159,8 +168,7 @@ def _off_the_host(config: RunConfig, machine: Machine, now: Plan) -> Iterator[Cu
     for name in ("offload_optimizer", "offload_param"):
         if zero.get(name):
             changes = {f"{ZERO}.{name}": None}
-            plan = Planner(changed(config, changes), machine).plan(now.policies)
-            yield Cure(changes, machine, plan)
+            yield with_policies(Planner(changed(config, changes), machine), changes, now.policies)
 
 
 def device_limit(observation: Observation, plan: Plan) -> int:

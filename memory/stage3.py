@@ -145,8 +145,10 @@ class Stage3States(States):
     def _free_share(self, ledger: Ledger, shard: Shard) -> None:
         if not self._is_swapped(shard):
             size = self.element * shard.share
-            size = page_locked(size) if self.pins_shares else size
-            ledger.free("parameters", size, self.shares_home)
+            if self.pins_shares:
+                ledger.unlock("parameters", size)
+            else:
+                ledger.free("parameters", size, self.shares_home)
 
     def _is_swapped(self, shard: Shard) -> bool:
         return self.swaps_shares and self.element * shard.share >= SMALLEST_SWAPPED
@@ -381,14 +383,10 @@ class Stage3States(States):
     def _allocate(
         self, ledger: Ledger, category: Category, size: int, place: Place, pinned: bool
     ) -> None:
-        """Page-locked memory is a copy of what was allocated first."""
-        with borrowed(ledger, size if pinned else 0, place):
-            ledger.allocate(category, page_locked(size) if pinned else size, place)
-
-
-def page_locked(size: int) -> int:
-    """torch rounds up to a power of two (CachingHostAllocator.h, read)."""
-    return 1 << (size - 1).bit_length() if size else 0
+        if pinned:
+            ledger.lock(category, size)
+        else:
+            ledger.allocate(category, size, place)
 
 
 def zero_options(block: Mapping[str, Any]) -> dict[str, Any]:

@@ -311,13 +311,10 @@ class OffloadedStates(ZeroStates):
             self._keep(ledger, "master_weights", group.share * self.master)
 
     def _keep(self, ledger: Ledger, category: Category, size: int) -> None:
-        """On the host; pinned, it is a copy of an unpinned tensor.
-
-        Torch rounds pinned memory up to a power of two (ATen/core/CachingHostAllocator.h).
-        """
-        with borrowed(ledger, size if self.pins else 0, "host"):
-            rounded = 1 << (size - 1).bit_length() if self.pins else size
-            ledger.allocate(category, rounded, "host")
+        if self.pins:
+            ledger.lock(category, size)
+        else:
+            ledger.allocate(category, size, "host")
 
     def _make_buckets(self, ledger: Ledger) -> None:
         self.reductions += not self.ready

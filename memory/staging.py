@@ -14,7 +14,7 @@ PARTITIONED: tuple[Category, ...] = ("master_weights", "optimizer_states")
 
 
 class Staged(NamedTuple):
-    """In bytes, without what pinned memory is rounded up by."""
+    """In bytes. Copies of page-locked tensors are not page-locked themselves."""
 
     every_rank: int
     first_rank: int
@@ -33,7 +33,8 @@ def staged(ledger: Ledger, setup: Setup) -> Staged:
     at stage 3 there is nothing but shares.
     """
     alive = ledger.alive.values()
-    states = sum(place[category] for place in alive for category in PARTITIONED)
+    held = sum(place[category] for place in alive for category in PARTITIONED)
+    states = held - sum(ledger.slack[category] for category in PARTITIONED)
     parameters = sum(parameter.size for parameter in setup.parameters) * setup.element
     if setup.stage == 3:
         return Staged(states, 0)

@@ -17,8 +17,8 @@ from data.foreign import require_one_tokenizer
 from data.skipping import Skipping
 from memory.cost import SPEEDS
 from memory.cures import cures, milder
-from memory.fit import fit
-from memory.machine import Machine, parse_bytes, show_bytes
+from memory.fit import plan, within_budget
+from memory.machine import Machine, show_bytes
 from memory.planner import Plan, Planner
 from memory.policies import Policy, block_policies
 from training import checkpoint
@@ -186,15 +186,16 @@ def policies_of(config: RunConfig, machine: Machine) -> tuple[Policy, ...]:
     settings = config.activation_checkpointing
     if settings.policies != "auto":
         return block_policies(settings, config.model.layers, machine.device)
-    plan = fit(Planner(config, machine), alternatives=False).plan
-    if plan.fits:
-        return plan.policies
-    lacking = show_bytes(plan.gpu.shortfall or plan.host.shortfall)
-    helping = [cure.describe(plan) for cure in cures(config, machine, plan) if cure.plan.fits]
+    chosen = plan(config, machine)
+    if chosen.fits:
+        return chosen.policies
+    lacking = show_bytes(chosen.gpu.shortfall or chosen.host.shortfall)
+    found = cures(config, chosen.machine, chosen)
+    helping = [cure.describe(chosen) for cure in found if cure.plan.fits]
     raise ConfigError(
         [
             f'activation_checkpointing.policies: "auto" finds none that fit: {lacking} are lacking '
-            f"at {plan.gpu.peak.moment}",
+            f"at {chosen.gpu.peak.moment}",
             *(f"  would fit: {line}" for line in helping[:CURES_SHOWN]),
         ]
     )
@@ -208,10 +209,9 @@ def machine_of(ranks: Ranks, config: RunConfig) -> Machine:
         properties = torch.cuda.get_device_properties(ranks.device)
         kind = next((kind for kind in SPEEDS if kind in properties.name), "H100")
         memory = properties.total_memory
-    if (budget := config.activation_checkpointing.memory_budget) is not None:
-        memory = parse_bytes(budget)
     bf16 = ranks.hardware().bf16
-    return Machine(ranks.world_size, ranks.local_world_size, memory, host, kind, bf16)
+    machine = Machine(ranks.world_size, ranks.local_world_size, memory, host, kind, bf16)
+    return within_budget(config, machine)
 
 
 def open_data(config: RunConfig) -> tuple[Blend, dict[str, Corpus]]:
