@@ -64,6 +64,9 @@ def resolve(config: RunConfig, hardware: Hardware, *, ask_deepspeed: bool = True
     problems += _resolve_optimizer(section)
     problems += resolve_scheduler(section, config.training.max_steps)
     problems += _leftover_auto(section, "deepspeed")
+    types = section.get("data_types", {})
+    if not isinstance(types, dict):
+        problems.append(f"deepspeed.data_types: expected an object {{...}}, got {types!r}")
     if config.training.expandable_segments and hardware.device == "cpu":
         problems.append(
             "training.expandable_segments: the segments are those of CUDA's allocator, and a CPU "
