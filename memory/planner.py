@@ -90,7 +90,6 @@ class Plan:
             },
             "policies": list(self.policies),
             "step_seconds_estimate": self.step.total,
-            "checkpoint_bytes": self.checkpoint_bytes,
             "assumptions": list(self.assumptions),
         }
 

@@ -12,11 +12,11 @@ import pytest
 from configs.deepspeed import Hardware, warnings_of
 from configs.schema import RunConfig, changed
 from memory.cures import cures
-from memory.fit import candidates, fit, uniform
+from memory.fit import candidates, fit, plan, uniform
 from memory.ledger import Sample
 from memory.machine import Machine, parse_bytes, show_bytes
 from memory.plan import main
-from memory.planner import GIB, Plan, Planner, plan
+from memory.planner import GIB, Plan, Planner
 from memory.policies import Policy, as_names
 from tests.conftest import Command
 

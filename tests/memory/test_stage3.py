@@ -14,7 +14,7 @@ from benchmarks.memory_events import measure as measure_moments
 from configs.deepspeed import Hardware, resolve
 from configs.schema import RunConfig
 from memory import coordinator, stage3
-from memory.ledger import Ledger
+from memory.ledger import Ledger, page_locked
 from memory.machine import Machine
 from memory.planner import Planner
 from memory.policies import block_policies
@@ -266,7 +266,7 @@ def test_ratio_leaves_sub_groups_on_the_gpu() -> None:
 
 
 def test_page_locked_memory_is_rounded_up_to_a_power_of_two() -> None:
-    assert [stage3.page_locked(size) for size in (0, 1, 512, 513, 2**30 + 1)] == [
+    assert [page_locked(size) for size in (0, 1, 512, 513, 2**30 + 1)] == [
         0, 1, 512, 1024, 2**31
     ]  # fmt: skip
 

@@ -12,9 +12,10 @@ import torch
 
 from configs.schema import RunConfig, changed
 from memory.diagnosis import Observation, Report, read_report
+from memory.fit import plan
 from memory.machine import Machine
 from memory.messages import Figures
-from memory.planner import Plan, plan
+from memory.planner import Plan
 from memory.policies import Policy
 from memory.recompute import apply_policies
 from model.config import ModelConfig
