@@ -213,6 +213,11 @@ class Planner:
             locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             limit = "unlimited" if locked == resource.RLIM_INFINITY else show_bytes(locked)
             lines.append(f"NVMe's buffers may be locked in memory: ulimit -l (here: {limit})")
+        if self.config.training.save_in_background and not self.setup.offloads_optimizer:
+            lines.append(
+                "copies of GPU tensors for background saves without what PyTorch rounds page-locked "
+                "memory up by: at most once more their size"
+            )
         if zero.get("stage", 0) < 3 and (zero.get("offload_param") or {}).get("device"):
             lines.append("offload_param saves nothing below ZeRO stage 3: DeepSpeed ignores it")
         return tuple(lines)
