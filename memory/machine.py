@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from configs.deepspeed import Hardware
+
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -25,6 +27,10 @@ class Machine(NamedTuple):
     @property
     def device(self) -> str:
         return "cpu" if self.kind == "CPU" else "cuda"
+
+    @property
+    def hardware(self) -> Hardware:
+        return Hardware(self.gpus, self.device, self.bf16 and self.device == "cuda")
 
     @property
     def ranks_per_node(self) -> int:

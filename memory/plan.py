@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from configs.deepspeed import Hardware, warnings_of
+from configs.deepspeed import warnings_of
 from configs.schema import RunConfig, load_config
 from memory.cost import SPEEDS
 from memory.cures import SEARCHED, Cure, cures, search
@@ -61,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def warnings(config: RunConfig, machine: Machine) -> list[str]:
-    hardware = Hardware(machine.gpus, machine.device, machine.bf16)
-    return warnings_of(config, Planner(config, machine).section, hardware)
+    return warnings_of(config, Planner(config, machine).section, machine.hardware)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

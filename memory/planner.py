@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import torch
 
-from configs.deepspeed import Hardware, precision, resolve, tensor_parallel_size
+from configs.deepspeed import precision, resolve, tensor_parallel_size
 from configs.schema import RunConfig
 from memory.activations import Shape, Traced, trace
 from memory.cost import SPEEDS, StepTime, step_time
@@ -102,11 +102,8 @@ class Planner:
     """A run on a machine: everything that does not depend on the blocks' policies, done once."""
 
     def __init__(self, config: RunConfig, machine: Machine) -> None:
-        hardware = Hardware(
-            machine.gpus, machine.device, bf16=machine.bf16 and machine.device == "cuda"
-        )
         self.config, self.machine = config, machine
-        self.section = resolve(config, hardware, ask_deepspeed=False)
+        self.section = resolve(config, machine.hardware, ask_deepspeed=False)
         self.dtype = precision(self.section)
         self.tensor_parallel = tensor_parallel_size(self.section)
         self.setup = Setup(
@@ -215,8 +212,8 @@ class Planner:
             lines.append(f"NVMe's buffers may be locked in memory: ulimit -l (here: {limit})")
         if self.config.training.save_in_background and not self.setup.offloads_optimizer:
             lines.append(
-                "copies of GPU tensors for background saves without what PyTorch rounds page-locked "
-                "memory up by: at most once more their size"
+                "copies of GPU tensors for background saves without what PyTorch rounds "
+                "page-locked memory up by: at most once more their size"
             )
         if zero.get("stage", 0) < 3 and (zero.get("offload_param") or {}).get("device"):
             lines.append("offload_param saves nothing below ZeRO stage 3: DeepSpeed ignores it")

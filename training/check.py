@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from configs.deepspeed import Hardware, warnings_of
+from configs.deepspeed import resolve, warnings_of
 from configs.schema import RunConfig, TrainingConfig
 from data.loader import read_batch
 from memory.cost import SPEEDS
@@ -52,14 +52,14 @@ def check(config: RunConfig, machine: Machine, *, dry_run: bool = False) -> int:
     Raises:
         ConfigError, OSError: mistakes in the config, or in the data of a dry run.
     """
+    resolve(config, machine.hardware)  # a plan by itself does not ask DeepSpeed
     plan = plan_of(config, machine)
     planner = Planner(config, plan.machine)
     amounts = amounts_of(planner, plan)
     print(json.dumps(config.model_dump() | {"deepspeed": planner.section}, indent=2))
     print("\n".join(describe(config, plan, amounts)) + "\n")
     show(plan)
-    hardware = Hardware(machine.gpus, machine.device, machine.bf16)
-    for line in warnings_of(config, planner.section, hardware):
+    for line in warnings_of(config, planner.section, machine.hardware):
         print(f"warning: {line}")
     if dry_run:
         print("\n" + describe_batch(config, planner))
