@@ -26,6 +26,7 @@ from memory.checkpointing import checkpoint_blocks
 from memory.plan import add_machine, machine_of
 from training import checkpoint, metrics
 from training.agreement import RanksDisagree
+from training.alarm import Alarm
 from training.check import check
 from training.engine import (
     Ranks,
@@ -76,15 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = prepare(config, ranks, restart=options.restart)
     except (ValueError, OSError) as error:
         return fail(error, 2, ranks)
-    where = Whereabouts()
+    where, alarm = Whereabouts(), Alarm(ranks.rank)
     try:
         start_process_group(ranks, expandable_segments=config.training.expandable_segments)
-        run = resume(run, restart=options.restart, change_layout=options.change_layout)
-        if run.start.step < config.training.max_steps:
-            code = train(run, where)
-        else:
-            say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
-            code = 0
+        with alarm:
+            run = resume(run, restart=options.restart, change_layout=options.change_layout)
+            if run.start.step < config.training.max_steps:
+                code = train(run, where)
+            else:
+                say(ranks, f"{config.training.run_folder}: done, at step {run.start.step}")
+                code = 0
     except ConnectionError as error:
         return fail(error, 1)
     except ConfigError as error:
@@ -95,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(error, 1, ranks)
     except OutOfMemory as error:
         return explain(error.bare(), where)
+    except OSError as error:
+        return alarm.ring(error)
     torch.distributed.destroy_process_group()
     return code
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from training.metrics import MetricsWriter
 from training.spikes import Spikes
 from training.stop import REASONS, Stop
+from training.store import naming
 
 REPORT = "bad_steps.json"
 
@@ -207,7 +208,8 @@ class Guard:
         if self._writer.enabled:
             report = {"bad_steps": list(self._reports), "loss_scales": list(self._scales)}
             text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
-            (self._folder / REPORT).write_text(text, encoding="utf-8")
+            with naming(self._folder / REPORT):
+                (self._folder / REPORT).write_text(text, encoding="utf-8")
 
 
 def loss_scale(engine: Any) -> float | None:

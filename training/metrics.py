@@ -18,6 +18,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from training.store import naming, write_durably
+
 Line = Mapping[str, float | int | None]
 
 # Dense peak FLOP/s (bf16 or fp16 with float32 accumulation, float32), from NVIDIA's data sheets.
@@ -205,7 +207,8 @@ class Speed:
 class MetricsWriter:
     """Writes lines on rank 0; on other ranks it does nothing.
 
-    Opened at a resumed step, it drops what an interrupted run had logged beyond it.
+    Opened at a resumed step, it drops what an interrupted run had logged beyond it. Each method
+    raises OSError, naming the file, where it cannot be written.
     """
 
     def __init__(self, run_folder: Path, *, start_step: int, max_steps: int, enabled: bool) -> None:
@@ -215,13 +218,14 @@ class MetricsWriter:
         # Imported here: only rank 0 pays for it.
         from torch.utils.tensorboard import SummaryWriter
 
-        path = run_folder / "metrics.jsonl"
+        self._path, self._events = run_folder / "metrics.jsonl", run_folder / "tensorboard"
         first_step = start_step + 1 if start_step else 0
-        drop_lines_from(path, first_step)
-        self._lines = path.open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(
-            str(run_folder / "tensorboard"), purge_step=first_step, flush_secs=10
-        )
+        drop_lines_from(self._path, first_step)
+        self._lines = self._path.open("a", encoding="utf-8")
+        with naming(self._events):
+            self._tensorboard = SummaryWriter(
+                str(self._events), purge_step=first_step, flush_secs=10
+            )
         self._max_steps = max_steps
         console = Console(soft_wrap=True)
         self._bar = Progress(
@@ -261,8 +265,7 @@ class MetricsWriter:
     def event(self, step: int, event: str) -> None:
         """Something that happened at a step, in words."""
         if self.enabled:
-            self._lines.write(json.dumps({"step": step, "event": event}) + "\n")
-            self._lines.flush()
+            self._append({"step": step, "event": event})
             self._print(f"step {step:>6}  {event}")
 
     def step(self, step: int) -> None:
@@ -278,24 +281,32 @@ class MetricsWriter:
             return
         # NaN and infinity are no JSON.
         finite = {k: None if v is None or not math.isfinite(v) else v for k, v in line.items()}
-        self._lines.write(json.dumps(finite) + "\n")
-        self._lines.flush()
-        for name, value in line.items():
-            if name != "step" and value is not None:
-                group = "evaluation" if name.startswith("validation_loss") else "training"
-                self._tensorboard.add_scalar(f"{group}/{name}", value, line["step"])
-        self._tensorboard.flush()
+        self._append(finite)
+        with naming(self._events):
+            for name, value in line.items():
+                if name != "step" and value is not None:
+                    group = "evaluation" if name.startswith("validation_loss") else "training"
+                    self._tensorboard.add_scalar(f"{group}/{name}", value, line["step"])
+            self._tensorboard.flush()
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with naming(self._path):
+            self._lines.write(json.dumps(line) + "\n")
+            self._lines.flush()
 
     def sync(self) -> None:
         """Onto the disk, before a checkpoint that continues behind these lines."""
         if self.enabled:
-            os.fsync(self._lines.fileno())
+            with naming(self._path):
+                os.fsync(self._lines.fileno())
 
     def close(self) -> None:
         if self.enabled:
             self._bar.stop()
-            self._lines.close()
-            self._tensorboard.close()
+            with naming(self._path):
+                self._lines.close()
+            with naming(self._events):
+                self._tensorboard.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -316,12 +327,7 @@ def drop_lines_from(path: Path, step: int) -> None:
         for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         if text.endswith("\n") and _step_of(text) < step
     ]
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_durably(path, "".join(kept))
 
 
 def _step_of(text: str) -> float:

@@ -31,8 +31,7 @@ UNDER_WAY, DONE, FAILED = range(3)
 MARGIN = 1.02
 """Files are this much larger than the tensors in them, at most, beside MARGIN_BYTES."""
 MARGIN_BYTES = 1 << 20
-
-
+ADVICE = "; free space or mend the file system, then run the same command again"
 WORTH_SAYING = 0.5
 """Seconds."""
 
@@ -125,7 +124,7 @@ class Saver:
             self.save(self._unsaved)
             self.settle()
         if self._unsaved:
-            raise SaveFailed(f"step {self._unsaved.step} is not saved")
+            raise SaveFailed(f"step {self._unsaved.step} is not saved{ADVICE}")
 
     def _wait_for_the_one_before(self) -> None:
         if self._save:
@@ -179,18 +178,15 @@ class Saver:
             try:
                 store.prune(self.checkpoints, self.settings.keep_last, self.settings.keep_every)
             except OSError as error:
+                if self.settings.on_failed_save == "stop":
+                    raise
                 print(f"warning    an old checkpoint cannot be deleted: {error}", flush=True)
 
-    def _make(self, folder: Path) -> str | None:
-        """What is in the way, if something is."""
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            if folder.exists():
-                shutil.rmtree(folder)
-            folder.mkdir()
-        except OSError as error:
-            return str(error)
-        return None
+    def _make(self, folder: Path) -> None:
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir()
 
     def _lack_of_room(self, needed: int) -> str | None:
         free = shutil.disk_usage(self.checkpoints).free
@@ -218,13 +214,20 @@ class Saver:
         reason = "; ".join(reasons)
         lines = f"save at step {save.progress.step} failed: {reason}; newest complete: {intact}"
         if self.settings.on_failed_save == "stop":
-            raise SaveFailed(lines)
+            raise SaveFailed(f"{lines}{ADVICE}")
         self._say(f"warning    {lines}; the run goes on, and saves at the next save_interval")
 
     def _from_rank_0(self, ask: Callable[[], str | None]) -> str | None:
-        answer = [ask() if self.run.ranks.rank == 0 else None]
-        dist.broadcast_object_list(answer, src=0, group=self.group)
-        return answer[0]
+        """What is in the way, if something is: its answer, or its error."""
+        answer = None
+        if self.run.ranks.rank == 0:
+            try:
+                answer = ask()
+            except OSError as error:
+                answer = f"rank 0: {error}"
+        answers = [answer]
+        dist.broadcast_object_list(answers, src=0, group=self.group)
+        return answers[0]
 
     def _gather(self, value: Any) -> list[Any]:
         """Of every rank."""

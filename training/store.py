@@ -160,9 +160,11 @@ def complete(unfinished: Path, manifest: Manifest) -> Path:
     sync_folder(unfinished)
     if final.exists():
         raise FileExistsError(f"{final}: is there already; does another run write here?")
+    # All that takes room, before it is complete.
+    pointer = written_beside(checkpoints / "latest", final.name)
     unfinished.rename(final)
     sync_folder(checkpoints)
-    write_durably(checkpoints / "latest", final.name)
+    rename_durably(pointer, checkpoints / "latest")
     return final
 
 
@@ -175,7 +177,7 @@ def others(folder: Path, known: Iterable[Mapping[str, Written]]) -> dict[str, Wr
         if path.is_dir():
             sync_folder(path)
         elif name not in names:
-            with path.open("rb") as file:
+            with naming(path), path.open("rb") as file:
                 os.fsync(file.fileno())
             found[name] = Written(bytes=path.stat().st_size, sha256=checksum(path))
     return found
@@ -183,22 +185,51 @@ def others(folder: Path, known: Iterable[Mapping[str, Written]]) -> dict[str, Wr
 
 def write_durably(path: Path, text: str) -> None:
     """Replace a file: whatever happens, it holds its old text or all of the new."""
+    rename_durably(written_beside(path, text), path)
+
+
+def written_beside(path: Path, text: str) -> Path:
+    """A file on disk, ready to take the place of `path`; none is left where there is no room.
+
+    Raises:
+        OSError: naming it.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
+    try:
+        with naming(temporary), temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    return temporary
+
+
+def rename_durably(path: Path, name: Path) -> None:
+    path.replace(name)
+    sync_folder(name.parent)
 
 
 def sync_folder(folder: Path) -> None:
     """Names of new files are data of their folder."""
-    handle = os.open(folder, os.O_RDONLY)
+    with naming(folder):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Python names the file of an error only where it opens or moves one."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def pointed_at(checkpoints: Path) -> str | None:

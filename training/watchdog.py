@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +24,8 @@ WARM_UP = 3
 """Steps before there is a usual one."""
 OTHERS = 5.0
 """Seconds that ranks wait for each other's reports."""
+LAST = 30.0
+"""Seconds more until faulthandler's own thread, which needs no Python, ends the process."""
 
 
 class Watchdog:
@@ -48,22 +52,32 @@ class Watchdog:
 
     def _watch(self, seconds: float) -> None:
         while not self._closed.wait(min(1.0, seconds / 10)):
+            # For where Python itself stands still, as when a mapped file's page does not come.
+            last = TIMES_OTHERWISE * seconds + LAST
+            faulthandler.dump_traceback_later(last, exit=True, file=2)
             phase, spent = self._pulse.phase, time.monotonic() - self._pulse.since
             if spent > self.limit(phase):
                 self._end(phase, spent)
+        faulthandler.cancel_dump_traceback_later()
 
     def _end(self, phase: str, spent: float) -> None:
-        began = time.time()
+        """Exit; a file system that hangs, too, keeps the report for no more than some seconds."""
+        report = threading.Thread(target=self._report, args=(phase, spent), daemon=True)
+        report.start()
+        report.join(2 * OTHERS)
+        os._exit(1)
+
+    def _report(self, phase: str, spent: float) -> None:
+        began, stacks = time.time(), stacks_of_all_threads()
         told = (
             f"rank {self._rank} hangs: {spent:.0f} s in this {phase}, at {self._where.moment}, "
             f"where {self._pulse.usual(phase):.1f} s are usual"
         )
-        with report_of(self._folder, self._rank).open("w", encoding="utf-8") as file:
-            file.write(f"{told}\n")
-            file.flush()
-            faulthandler.dump_traceback(file)
-        tell(f"error: {told}; stacks of all threads:")
-        faulthandler.dump_traceback(2)
+        tell(f"error: {told}; stacks of all threads:\n{stacks}")
+        try:
+            report_of(self._folder, self._rank).write_text(f"{told}\n{stacks}", encoding="utf-8")
+        except OSError as error:
+            tell(f"warning    rank {self._rank} writes no report: {error}")
         time.sleep(OTHERS)
         silent = [
             rank
@@ -72,12 +86,12 @@ class Watchdog:
         ]
         if silent:
             tell(f"error: no report from rank {', '.join(map(str, silent))}: stopped, or gone")
-        os._exit(1)
 
     def __enter__(self) -> Watchdog:
         if self._seconds is not None:
-            watch = threading.Thread(target=self._watch, args=(self._seconds,), daemon=True)
-            watch.start()
+            threading.Thread(
+                target=self._watch, args=(self._seconds,), name="watchdog", daemon=True
+            ).start()
         return self
 
     def __exit__(
@@ -87,6 +101,19 @@ class Watchdog:
         traceback: TracebackType | None,
     ) -> None:
         self._closed.set()
+
+
+def stacks_of_all_threads() -> str:
+    """Innermost call first. By no file: source lines may lie on what hangs."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for thread, frame in sys._current_frames().items():
+        lines.append(f"thread {names.get(thread, thread)}:\n")
+        lines += [
+            f'  File "{call.f_code.co_filename}", line {number} in {call.f_code.co_name}\n'
+            for call, number in traceback.walk_stack(frame)
+        ]
+    return "".join(lines)
 
 
 def report_of(folder: Path, rank: int) -> Path:

@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from torch import Tensor
 
-from training.store import Written
+from training.store import Written, naming
 from training.unpickling import load_states
 
 
@@ -179,10 +179,10 @@ class HashedFile:
         hashed = self._hasher.submit(self._digest.update, view)
         try:
             done = 0
-            while done < len(view):
-                done += self._file.write(view[done:])
+            with naming(self._path):
+                while done < len(view):
+                    done += self._file.write(view[done:])
         except OSError as error:
-            error.filename = str(self._path)
             self.error = self.error or error
             raise
         finally:
@@ -194,5 +194,6 @@ class HashedFile:
         """Part of what torch takes for a file; nothing is buffered."""
 
     def close(self) -> Written:
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            os.fsync(self._file.fileno())
         return Written(bytes=self._size, sha256=self._digest.hexdigest())

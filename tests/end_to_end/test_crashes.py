@@ -20,6 +20,7 @@ BATCH = 8
     [
         pytest.param(1, True, 25, 5, id="background"),
         pytest.param(2, True, 6, 2, id="background-2ranks"),
+        pytest.param(2, False, 4, 3, id="foreground-2ranks"),
     ],
 )
 def test_killed_and_resumed_equals_uninterrupted(

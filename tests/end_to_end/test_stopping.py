@@ -17,7 +17,7 @@ import pytest
 
 from data.dataset import Corpus
 from data.token_file import TokenFileWriter
-from tests.conftest import write_manifest
+from tests.conftest import ROOT, write_manifest
 from training import store
 
 TORCHRUN = [
@@ -34,19 +34,19 @@ ENDLESS = {
 
 
 class Running:
-    """A run under torchrun, in the background."""
+    """A run under torchrun, in the background. `script` may be one around train.py."""
 
-    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+    def __init__(self, config: dict[str, Any], folder: Path, *script: str) -> None:
         self.config = folder / "config.json"
         self.config.write_text(json.dumps(config))
         self.run_folder = Path(config["training"]["run_folder"])
         self.log = folder / "log.txt"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*TORCHRUN, "train.py", "--config", str(self.config)],
+                [*TORCHRUN, *(script or ["train.py"]), "--config", str(self.config)],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             )
 
     def reach(self, step: int) -> list[int]:

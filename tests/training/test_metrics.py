@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import re
+import resource
 import time
 from pathlib import Path
 
@@ -267,3 +268,23 @@ def test_what_is_not_finite_is_no_number_in_the_log(tmp_path: Path) -> None:
     found = [json.loads(entry, parse_constant=refuse) for entry in text.splitlines()]
     assert found[0]["loss"] is None
     assert found[1]["validation_loss"] is None
+
+
+@pytest.mark.parametrize(("logged", "named"), [(10, "metrics.jsonl"), (0, "tensorboard")])
+def test_a_file_without_room_is_named(tmp_path: Path, logged: int, named: str) -> None:
+    """TensorBoard's file grows faster; the other one has lines of an earlier life."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 0, "event": "{"x" * 350}"}}\n' * logged)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
+
+    def log() -> None:
+        with writer(tmp_path, 1) as full:
+            for step in range(1, 100):
+                full.training(line(step, 1.0))
+
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/{named}'"):
+            log()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import resource
 import threading
@@ -197,6 +198,44 @@ def test_no_save_begins_that_does_not_fit(
     assert saver.writer.size() == size
     assert "needed, 235.16 KiB free" in capsys.readouterr().out
     assert names(saver) == set()
+
+
+def test_a_file_system_that_does_not_tell_its_room_is_a_failed_save(
+    new_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raised on rank 0 alone, the error would leave the others waiting."""
+
+    def dead(_: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", "/run")
+
+    monkeypatch.setattr("training.saver.shutil.disk_usage", dead)
+    saver = new_saver(on_failed_save="stop")
+    with pytest.raises(SaveFailed, match=r"rank 0: .*Stale file handle: '/run'.*run the same comm"):
+        saver.save(at(1))
+
+
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_an_old_checkpoint_that_cannot_be_deleted(
+    new_saver: Callable[..., Saver],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    policy: str,
+) -> None:
+    def fail(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(store.shutil, "rmtree", fail)
+    saver = new_saver(keep_last=1, save_interval=1, on_failed_save=policy)
+    saver.save(at(1))
+    saver.save(at(2))
+    if policy == "stop":
+        with pytest.raises(SaveFailed, match=r"rank 0: .*not permitted: '.*deleted-step-00000001"):
+            saver.close()
+    else:
+        saver.close()
+        assert "deleted-step-00000001" in capsys.readouterr().out
+    assert verify_alone(saver.checkpoints / "step-00000002", saver.run.config) is None
 
 
 def test_an_error_of_ours_is_not_taken_for_trouble_with_the_disk(

@@ -168,6 +168,47 @@ def test_a_hang_is_reported_with_stacks(
     wait_for(lambda: threading.active_count() <= threads)
 
 
+@pytest.mark.parametrize("trouble", [os.mkfifo, os.mkdir], ids=["hangs", "fails"])
+def test_a_report_that_cannot_be_written_does_not_keep_the_run(
+    watched: Callable[..., Watchdog],
+    exits: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    trouble: Callable[[Path], None],
+) -> None:
+    """Opening a pipe that nobody reads waits for ever, as a dead server's file does."""
+    monkeypatch.setattr(watchdog, "OTHERS", 0.1)
+    monkeypatch.setattr(watchdog, "TIMES_OTHERWISE", 1)
+    trouble(watchdog.report_of(tmp_path, 0))
+    with watched(Pulse(), 0.05):
+        wait_for(lambda: bool(exits))
+    wait_for(lambda: all(thread.name != "watchdog" for thread in threading.enumerate()))
+    assert exits[0] == 1
+    assert "test_a_report_that_cannot_be_written" in capfd.readouterr().err
+
+
+STUCK = """
+import ctypes, sys
+from types import SimpleNamespace as Of
+from training import watchdog
+from training.pulse import Pulse
+watchdog.LAST = 1
+training = Of(hang_seconds=0.2, run_folder=sys.argv[1])
+run = Of(config=Of(training=training), ranks=Of(rank=0, world_size=1))
+with watchdog.Watchdog(Pulse(), Of(moment="step"), run):
+    ctypes.CDLL(None).usleep(500_000)
+    ctypes.PyDLL(None).sleep(120)  # unlike CDLL, it keeps Python's lock
+"""
+
+
+@pytest.mark.slow
+def test_python_that_stands_still_is_ended_too(command: Any, tmp_path: Path) -> None:
+    done = command.python("-c", STUCK, str(tmp_path), timeout=60)
+    assert done.returncode == 1
+    assert 'File "<string>", line 11 in <module>' in done.stderr
+
+
 def test_no_watchdog_without_a_limit(watched: Callable[..., Watchdog]) -> None:
     threads = threading.active_count()
     with watched(Pulse(), None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,28 @@ def test_completing_replaces_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="step-00000003: is there already"):
         store.complete(folder, manifest)
     check(tmp_path / "step-00000003")
+
+
+def test_a_checkpoint_gets_its_name_when_latest_can_no_longer_fail(tmp_path: Path) -> None:
+    folder = make(tmp_path, 3).rename(tmp_path / "unfinished-step-00000003")
+    (tmp_path / "latest.tmp").mkdir()  # where it is written first
+    with pytest.raises(IsADirectoryError):
+        store.complete(folder, store.read_manifest(folder))
+    assert store.candidates(tmp_path) == []
+
+
+def test_a_file_without_room_is_named_and_the_old_one_stays(tmp_path: Path) -> None:
+    path = tmp_path / "latest"
+    store.write_durably(path, "step-1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3, hard))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{path}.tmp'"):
+            store.write_durably(path, "step-2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "step-1"
+    assert os.listdir(tmp_path) == ["latest"]
 
 
 def test_beginning_anew_keeps_everything(tmp_path: Path) -> None:
