@@ -8,6 +8,8 @@ Both ways compare the logits of the two sides, and leave nothing where they diff
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import signal
 import sys
 from collections.abc import Sequence
@@ -24,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # to clean up
     try:
-        print(options.run(options))
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed tells of its accelerator
+            done = options.run(options)
+        print(done)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

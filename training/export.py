@@ -15,7 +15,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from data.transformers_tokenizer import write_tokenizer
 from model.config import ModelConfig
 from model.gpt import GPT
-from model.huggingface import export_tensor, to_transformers_config
+from model.huggingface import architecture_of, export_tensor, to_transformers_config
 from training import store
 from training.checkpoint import find_checkpoint
 from training.folders import new_folder, require_free
@@ -46,7 +46,7 @@ def export(checkpoint: str, output: Path, dtype: str | None, tokenizer: str | No
     require_free(output)
     found, manifest, config = find_checkpoint(run_folder, step)
     hf_config = to_transformers_config(config.model)
-    (class_name,) = hf_config.architectures
+    class_name = architecture_of(config.model).class_name
     encoder = None if tokenizer == NO_TOKENIZER else _tokenizer(config, tokenizer)
     kind = getattr(torch, dtype or manifest.precision)
     with store.reading(found), new_folder(output) as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,10 +39,13 @@ def compare_logits(folder: Path, config: ModelConfig, read: Read, tokens: Tensor
         LogitsDiffer: by more than rounding, or a weight was not found under its name.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    theirs, report = AutoModelForCausalLM.from_pretrained(
+    logging.disable_progress_bar()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
     )
+    theirs, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise LogitsDiffer(f"transformers does not find {', '.join(missing)} in {folder}")
     expected = theirs.eval()(tokens).logits

@@ -40,6 +40,7 @@ def write_shards(folder: Path, items: Sequence[Item], limit: int = SHARD_BYTES) 
             save_file(tensors, folder / name, {"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{folder / name}: cannot be written: {error}") from None
+        (folder / name).chmod(0o644)  # the library keeps it to its owner
         placed |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(i.bytes for i in items)}, "weight_map": placed}
