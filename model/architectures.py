@@ -64,6 +64,8 @@ class Architecture(NamedTuple):
     """Its fields that we have nothing for, with the only value we can import."""
     modules: dict[str, tuple[Layout, tuple[str, ...]]]
     """Our module -> layout and its modules; * is the block's number."""
+    head_in_files: str = "lm_head"
+    """What files call the output head, which is lm_head in every class."""
 
 
 # gelu_fast and gelu_pytorch_tanh are other implementations of gelu_new's formula.
@@ -160,6 +162,7 @@ NEOX = Architecture(
         "final_norm": (SAME, ("gpt_neox.final_layer_norm",)),
         "head": (VOCABULARY, ("lm_head",)),
     },
+    head_in_files="embed_out",
 )
 
 LLAMA = Architecture(

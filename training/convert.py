@@ -15,8 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.schema import load_config
 from training.checkpoint import NoCheckpoint
 from training.export import NO_TOKENIZER, export
+from training.import_model import import_model
 from training.logits import LogitsDiffer
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -63,6 +65,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     out.set_defaults(
         run=lambda options: export(
             options.checkpoint, options.output, options.dtype, options.tokenizer
+        )
+    )
+    back = commands.add_parser(
+        "import", help="make a run folder that train.py starts from",
+        epilog="example: python -m training.convert import --source downloads/pythia-160m "
+        "--config pythia.json",
+    )  # fmt: skip
+    back.add_argument(
+        "--source", required=True, type=Path, help="a folder of config.json and safetensors"
+    )
+    back.add_argument(
+        "--config", required=True, help="the run's JSON file; its training.run_folder is made"
+    )
+    back.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="override a key of the config, as train.py does (repeatable)",
+    )  # fmt: skip
+    back.set_defaults(
+        run=lambda options: import_model(
+            options.source, load_config(options.config, options.overrides)
         )
     )
     return parser.parse_args(arguments)

@@ -77,12 +77,13 @@ def run_and_step(checkpoint: str) -> tuple[Path, int | None]:
 
 def write_weights(folder: Path, config: ModelConfig, read: Read, dtype: torch.dtype) -> None:
     """Of all parameters, under transformers' names; a tied matrix once."""
+    head = architecture_of(config).head_in_files
 
     def make(name: str) -> dict[str, Tensor]:
         parts = export_tensor(config, name, read(name))
         # Copies: parts of one tensor would each be written with all of its memory.
         return {
-            theirs: part.clone(memory_format=torch.contiguous_format)
+            theirs.replace("lm_head", head): part.clone(memory_format=torch.contiguous_format)
             for theirs, part in parts.items()
         }
 

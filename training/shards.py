@@ -20,6 +20,7 @@ class Item(NamedTuple):
     """Tensors that are made together."""
 
     bytes: int
+    """At most."""
     make: Callable[[], dict[str, Tensor]]
 
 
@@ -33,6 +34,7 @@ def write_shards(folder: Path, items: Sequence[Item], limit: int = SHARD_BYTES) 
     """
     shards = _split(items, limit)
     placed: dict[str, str] = {}
+    size = 0
     for number, shard in enumerate(shards, start=1):
         name = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {key: tensor for item in shard for key, tensor in item.make().items()}
@@ -41,9 +43,10 @@ def write_shards(folder: Path, items: Sequence[Item], limit: int = SHARD_BYTES) 
         except SafetensorError as error:
             raise OSError(f"{folder / name}: cannot be written: {error}") from None
         (folder / name).chmod(0o644)  # the library keeps it to its owner
+        size += sum(tensor.nbytes for tensor in tensors.values())
         placed |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(i.bytes for i in items)}, "weight_map": placed}
+        index = {"metadata": {"total_size": size}, "weight_map": placed}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.reading import ConfigError
 from model.config import ModelConfig
+from model.gpt import GPT
 from model.partition import join
 from training import store
+from training.shards import Shards
 from training.unpickling import load_states
 
 Read = Callable[[str], Tensor]
@@ -41,6 +45,29 @@ def open_weights(checkpoint: Path, manifest: store.Manifest, config: ModelConfig
         return join(config, [{name: part[name]()} for part in parts if name in part])[name]
 
     return read
+
+
+@torch.no_grad()
+def start_from(
+    model: GPT,
+    folder: Path,
+    gather: Callable[[Tensor], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Fill every parameter from safetensors files under our names, rounded to its dtype.
+
+    Args:
+        gather: as of model.gpt.initialise.
+
+    Raises:
+        ConfigError: they are not there, or damaged.
+    """
+    try:
+        shards = Shards(folder)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    for name, parameter in model.named_parameters():
+        with gather(parameter):
+            parameter.copy_(shards.read(name))
 
 
 def _describe(checkpoint: Path, stage: int, part: int) -> Mapping[str, Any]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig
 
-from configs.schema import RunConfig
+from configs.schema import RunConfig, load_config
 from model.generate import generate
 from model.gpt import GPT, build
 from training import convert, store
+from training.weights import start_from
 
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": {"preset": "gpt2"},
@@ -85,3 +87,87 @@ def test_transformers_computes_the_same_and_writes_the_same_text(
     expected = generate(ours, prompt, max_new_tokens=12, temperature=0)
     found = theirs.generate(prompt, max_new_tokens=12, do_sample=False)
     assert found.tolist() == expected.tolist()
+
+
+THEIR_SIZES = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=67)
+THEIRS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt2": (
+        GPT2Config(n_layer=2, n_embd=32, n_head=4, n_positions=16, vocab_size=67),
+        {"preset": "gpt2"},
+    ),
+    "neox": (
+        GPTNeoXConfig(**THEIR_SIZES, intermediate_size=128, max_position_embeddings=16),
+        {"preset": "neox"},
+    ),
+    "llama": (
+        LlamaConfig(
+            **THEIR_SIZES, num_key_value_heads=2, intermediate_size=40, max_position_embeddings=64
+        ),
+        {"preset": "llama", "kv_heads": 2, "mlp_width": 40, "norm_epsilon": 1e-6},
+    ),
+}
+
+
+def write_source(name: str, folder: Path, **options: Any) -> Any:
+    """A random model as transformers saves it."""
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(THEIRS[name][0]).eval()
+    with torch.no_grad():
+        for key, parameter in theirs.named_parameters():
+            parameter.normal_(1.0 if key.endswith(("norm.weight", "ln_1.weight")) else 0.0, 0.2)
+    theirs.save_pretrained(folder, **options)
+    return theirs
+
+
+@pytest.fixture
+def config_for(altered: Callable[..., Any], tmp_path: Path) -> Callable[..., Path]:
+    """The run's JSON file for a source of THEIRS."""
+
+    def write(name: str, **changes: Any) -> Path:
+        fields = {f"model.{key}": value for key, value in THEIRS[name][1].items()}
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(altered(fields | changes)))
+        return path
+
+    return write
+
+
+def import_(source: Path, config: Path) -> int:
+    return convert.main(["import", "--source", str(source), "--config", str(config)])
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_an_imported_model_has_the_loss_of_transformers(
+    name: str, config_for: Callable[..., Path], tmp_path: Path
+) -> None:
+    theirs = write_source(name, tmp_path / "source")
+    assert import_(tmp_path / "source", config_for(name)) == 0
+    config = load_config(tmp_path / "run" / "config.json")
+    assert config == load_config(tmp_path / "config.json")
+    ours = build(config.model, seed=0).eval()
+    start_from(ours, tmp_path / "run" / "initial")
+    tokens = torch.randint(67, (3, 17), generator=torch.Generator().manual_seed(1))
+    expected = theirs(tokens[:, :16]).logits.flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(expected, tokens[:, 1:].flatten())
+    loss = ours(tokens[:, :-1], tokens[:, 1:])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "neox", "llama-grouped-tied"])
+def test_an_export_imports_back_to_the_bit(
+    name: str, altered: Callable[..., Any], tmp_path: Path
+) -> None:
+    raw = altered({f"model.{key}": value for key, value in PRESETS[name].items()})
+    before = write_run(raw)
+    assert export(tmp_path / "run", tmp_path / "out") == 0
+    raw["training"]["run_folder"] = str(tmp_path / "again")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert import_(tmp_path / "out", tmp_path / "config.json") == 0
+    after = build(before.config, seed=1)
+    start_from(after, tmp_path / "again" / "initial")
+    for (key, mine), (_, other) in zip(
+        before.named_parameters(), after.named_parameters(), strict=True
+    ):
+        rows = 67 if key in ("token_embedding.weight", "head.weight") else len(mine)
+        assert torch.equal(mine[:rows], other[:rows]), key
+        assert not other[rows:].any(), "padding"
