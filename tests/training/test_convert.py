@@ -171,3 +171,56 @@ def test_an_export_imports_back_to_the_bit(
         rows = 67 if key in ("token_embedding.weight", "head.weight") else len(mine)
         assert torch.equal(mine[:rows], other[:rows]), key
         assert not other[rows:].any(), "padding"
+
+
+def change_config(source: Path, **changes: Any) -> None:
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cut(source: Path) -> None:
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no weights": (lambda s: (s / "model.safetensors").unlink(), "holds no weights"),
+    "no config": (lambda s: (s / "config.json").unlink(), "config.json: cannot read"),
+    "cut off": (cut, "model.safetensors: damaged or cut off"),
+    "other class": (lambda s: change_config(s, model_type="bert"), "model_type is 'bert'"),
+    "no head": (lambda s: change_config(s, architectures=["LlamaModel"]), "is of LlamaModel"),
+    "scaled": (lambda s: change_config(s, rope_parameters=LINEAR), "rope_type='linear'"),
+    "other width": (lambda s: change_config(s, intermediate_size=48), "model.mlp_width"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_cannot_be_imported_is_named_and_leaves_nothing(
+    mistake: str, config_for: Callable[..., Path], tmp_path: Path, capsys: Any
+) -> None:
+    write_source("llama", tmp_path / "source")
+    make, expected = MISTAKES[mistake]
+    make(tmp_path / "source")
+    assert import_(tmp_path / "source", config_for("llama")) == 2
+    assert expected in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "config.json"}
+
+
+def test_what_transformers_cannot_express_is_refused(
+    altered: Callable[..., Any], tmp_path: Path, capsys: Any
+) -> None:
+    write_run(altered({"model.qk_norm": True}))
+    assert export(tmp_path / "run", tmp_path / "out") == 2
+    assert "qk_norm=True" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_logits_that_differ_leave_nothing(
+    altered: Callable[..., Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(altered({}))
+    monkeypatch.setattr("training.logits.TOLERANCE", 0.0)
+    assert export(tmp_path / "run", tmp_path / "out") == 1
+    assert "logits differ" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
