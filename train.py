@@ -188,7 +188,7 @@ def ready(run: Run, where: Whereabouts) -> tuple[Run, Any]:
         OutOfMemory: it does not fit, and nothing milder is asked for, or left.
     """
     while True:
-        engine = build_engine(run.config, run.section, run.ranks)
+        engine = build_engine(run.config, run.section, run.ranks, run.initial_weights)
         checkpoint_blocks(engine, run.config, run.policies)
         where.watch(engine)
         if not run.rehearses:

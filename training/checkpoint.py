@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +16,9 @@ from pydantic import ValidationError
 
 from configs.schema import RunConfig, load_config
 from model.gpt import GPT, build
-from model.partition import join
 from training import store
-from training.unpickling import load_states, values_only
+from training.unpickling import values_only
+from training.weights import open_weights
 
 if TYPE_CHECKING:
     from training.engine import Ranks  # weights can be read without DeepSpeed
@@ -264,41 +263,43 @@ def load_checkpoint(engine: Any, checkpoint: Path) -> None:
         raise RuntimeError(f"DeepSpeed could not load {checkpoint}")
 
 
-def load_model(run_folder: Path) -> tuple[GPT, RunConfig]:
-    """The newest checkpoint's weights in a float32 model on the CPU, without an engine."""
+def find_checkpoint(
+    run_folder: Path, step: int | None = None
+) -> tuple[Path, store.Manifest, RunConfig]:
+    """A verified checkpoint, the newest or that of a step, and the run's config; for one process.
+
+    Raises:
+        ValueError: it is no run folder, has no such checkpoint, or it is damaged.
+        NoCheckpoint: there are some, and none can be used.
+    """
     config_path = run_folder / "config.json"
     if not config_path.exists():
         raise ValueError(f"{run_folder}: not a run folder (no config.json)")
     config = load_config(config_path)
     search = Search(run_folder)
+    if step is not None:
+        path = search.checkpoints / store.name_of(step)
+        if not path.exists():
+            known = ", ".join(str(store.step_of(p)) for p in store.candidates(search.checkpoints))
+            raise ValueError(f"{path}: there is no such checkpoint; of steps: {known or 'none'}")
+        if reason := verify_alone(path, config):
+            raise ValueError(f"{path} is not used: {reason}")
+        return path, store.read_manifest(path), config
     search.run(config, verify_alone)
     if search.found is None or search.manifest is None:
         raise ValueError(f"{run_folder}: holds no checkpoint yet")
     for line in search.warnings():
         print(f"warning    {line}", file=sys.stderr, flush=True)
+    return search.found, search.manifest, config
+
+
+@torch.no_grad()
+def load_model(run_folder: Path) -> tuple[GPT, RunConfig]:
+    """The newest checkpoint's weights in a float32 model on the CPU, without an engine."""
+    found, manifest, config = find_checkpoint(run_folder)
     model = build(config.model, seed=0)
-    parts = range(search.manifest.tensor_parallel)
-    with store.reading(search.found), values_only():
-        weights = [_float32_weights(search.found, part) for part in parts]
-    model.load_state_dict(join(config.model, weights))
-    model.tie_embeddings()
+    with store.reading(found):
+        read = open_weights(found, manifest, config.model)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(read(name))
     return model, config
-
-
-def _float32_weights(checkpoint: Path, part: int) -> dict[str, torch.Tensor]:
-    """Weights of one tensor-parallel rank: DeepSpeed's mp_rank."""
-    files = list(checkpoint.glob(f"*mp_rank_{part:02}_*.pt"))
-    if not any("zero_pp_rank" in file.name for file in files):
-        path = checkpoint / f"mp_rank_{part:02}_model_states.pt"
-        states = load_states(path)
-        return {name: weight.float() for name, weight in states["module"].items()}
-    # Imported here: weights of an unpartitioned run can be read without DeepSpeed.
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    # It reads a folder's every file as data-parallel shards of part 0.
-    with tempfile.TemporaryDirectory() as folder:
-        for file in files:
-            name = file.name.replace(f"mp_rank_{part:02}", "mp_rank_00")
-            (Path(folder) / name).symlink_to(file.resolve())
-        weights = get_fp32_state_dict_from_zero_checkpoint(folder, tag="")
-        return {name: weight.contiguous() for name, weight in weights.items()}

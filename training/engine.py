@@ -12,8 +12,10 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, NoReturn
 
 import deepspeed
@@ -28,6 +30,7 @@ from memory.recompute import explain_recomputation
 from model.gpt import GPT, build, initialise, parameter_groups
 from training import extensions, tensor_parallel
 from training.documents import separator_of
+from training.weights import start_from
 
 # Environment of one rank under launchers that do not set torch's names: rank, local rank, size.
 MPI_NAMES = (
@@ -174,11 +177,17 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> Any:
+def build_engine(
+    config: RunConfig, section: dict[str, Any], ranks: Ranks, initial: Path | None = None
+) -> Any:
     """The initialised GPT inside a DeepSpeed engine, with its optimizer and schedule.
 
+    Args:
+        initial: a folder of weights to start from, rather than at random.
+
     Raises:
-        ConfigError: documents are to be masked, and the corpora do not say what ends them.
+        ConfigError: documents are to be masked, and the corpora do not say what ends them; or the
+            initial weights are damaged.
         BuildError: the optimizer has to be compiled, and cannot be.
     """
     extensions.load_optimizer(section, ranks.local_rank)
@@ -191,6 +200,9 @@ def build_engine(config: RunConfig, section: dict[str, Any], ranks: Ranks) -> An
     if ranks.tensor_parallel > 1:
         section, mpu = tensor_parallel.configure(config.model, section, ranks.tensor_parallel)
     model = _build_model(config, section, ranks.device, mpu)
+    if initial:
+        partitioned = section["zero_optimization"].get("stage") == 3
+        start_from(model, initial, _gather if partitioned else nullcontext)
     groups = parameter_groups(
         model,
         weight_decay=section["optimizer"]["params"].get("weight_decay", 0.0),
@@ -234,12 +246,16 @@ def _build_model(config: RunConfig, section: dict[str, Any], device: torch.devic
     group = mpu.get_data_parallel_group() if mpu else None
     with deepspeed.zero.Init(config_dict_or_path=section, mpu=mpu, data_parallel_group=group):
         model = GPT(config.model, loss=training.loss, z_loss=training.z_loss, separator=separator)
-    initialise(
-        model,
-        training.seed,
-        gather=lambda parameter: deepspeed.zero.GatheredParameters(parameter, modifier_rank=0),
-    )
+    initialise(model, training.seed, _gather)
     return model
+
+
+def _gather(parameter: Tensor) -> AbstractContextManager[Any]:
+    """A parameter of stage 3 whole, to be written to by the first rank for all."""
+    whole: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+        parameter, modifier_rank=0
+    )
+    return whole
 
 
 def _compile_blocks(model: GPT) -> None:

@@ -41,6 +41,8 @@ def describe(run: Run, engine: Any) -> None:
         lines.append(f"warning    {ranks.local_world_size} ranks share {usable_cores()} cores")
     if run.checkpoint:
         lines.append(f"resuming   {run.checkpoint} at step {run.start.step}")
+    elif run.initial_weights:
+        lines.append(f"weights    {run.initial_weights}")
     elif (Path(config.training.run_folder) / "metrics.jsonl").exists():
         lines.append("restarting at step 0: the run folder holds no checkpoint yet")
     say(ranks, "\n".join(lines))

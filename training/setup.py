@@ -21,7 +21,7 @@ from memory.fit import plan, within_budget
 from memory.machine import Machine, show_bytes
 from memory.planner import Plan, Planner
 from memory.policies import Policy, block_policies
-from training import checkpoint
+from training import checkpoint, store
 from training.documents import separator_of, tokenizer_record
 from training.engine import Ranks
 from training.universal import Layout, refusal
@@ -59,6 +59,12 @@ class Run:
     def total_samples(self) -> int:
         """Of the whole run, from step 1."""
         return self.config.training.max_steps * int(self.section["train_batch_size"])
+
+    @property
+    def initial_weights(self) -> Path | None:
+        """Of an imported model, in a run without a checkpoint."""
+        folder = Path(self.config.training.run_folder) / store.INITIAL
+        return folder if folder.exists() and not self.checkpoint else None
 
     @property
     def samples(self) -> Skipping:

@@ -27,6 +27,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 MANIFEST = "manifest.json"
 UNFINISHED, DELETED, DAMAGED = "unfinished-", "deleted-", "damaged-"
 UNIVERSAL = "universal-"
+INITIAL = "initial"
+"""In a run folder, weights to start from: training/import_model.py."""
 CHUNK = 1 << 20
 """Bytes read at a time: small enough for the cache that the hash then finds them in."""
 SEAL = re.compile(rb'\{\n "sha256": "([0-9a-f]{64})",\n')
@@ -305,10 +307,15 @@ def set_aside(checkpoint: Path) -> Path:
 def begin_anew(run_folder: Path) -> Path | None:
     """Move a run's files into a folder of their own; None where there are none.
 
-    Its checkpoints and its config go last: cut off in between, the run is resumed, not mixed.
+    What it started from stays. Its checkpoints and its config go last: cut off in between, the run
+    is resumed, not mixed.
     """
     last = {"checkpoints": 1, "config.json": 2}
-    entries = [path for path in run_folder.iterdir() if not path.name.startswith("before-restart-")]
+    entries = [
+        path
+        for path in run_folder.iterdir()
+        if path.name != INITIAL and not path.name.startswith("before-restart-")
+    ]
     if not entries:
         return None
     numbers = [int(path.name.rpartition("-")[2]) for path in run_folder.glob("before-restart-*")]
