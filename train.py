@@ -50,11 +50,12 @@ from training.out_of_memory import (
 from training.pulse import Pulse
 from training.rehearse import any_rank, give_back_memory, rehearse
 from training.replicas import ReplicasDiffer, check_replicas
-from training.report import conclude, describe, describe_milder, fail, say
 from training.saver import SaveFailed, Saver
-from training.session import Session, open_session, roll_back
+from training.say import conclude, describe, describe_milder, fail, say
+from training.session import Session, beginning, open_session, roll_back
 from training.setup import Run, prepare, resume
 from training.stop import RESUMABLE, Stop, ends_at
+from training.tracking import Event, MetricsWriter
 from training.universal import NotConverted, load_converted
 from training.unpickling import Refused
 from training.watchdog import Watchdog
@@ -170,13 +171,14 @@ def to_the_end(
     run: Run, engine: Any, stop: Stop, saver: Saver, pulse: Pulse, where: Whereabouts
 ) -> tuple[float, str | None]:
     """As `loop`, over as many rollbacks as it takes."""
-    rollbacks, news = list[int](), ""
+    rollbacks, news = list[int](), beginning(run)
     while True:
         try:
             with explained(where, run), open_session(run, engine, stop, saver) as session:
                 return loop(run, engine, session, pulse, where, news)
         except RollBack as spike:
-            run, news = roll_back(run, engine, saver, spike, rollbacks)
+            run, event = roll_back(run, engine, saver, spike, rollbacks)
+            news = [event]
 
 
 def ready(run: Run, where: Whereabouts) -> tuple[Run, Any]:
@@ -227,7 +229,7 @@ def explain(failure: OutOfMemory, where: Whereabouts) -> int:
 
 
 def loop(
-    run: Run, engine: Any, session: Session, pulse: Pulse, where: Whereabouts, news: str
+    run: Run, engine: Any, session: Session, pulse: Pulse, where: Whereabouts, news: list[Event]
 ) -> tuple[float, str | None]:
     """Train, log, evaluate and save; returns the last validation loss, and why it stopped early.
 
@@ -238,8 +240,8 @@ def loop(
     loader, writer, guard, speed = session.loader, session.writer, session.guard, session.speed
     saver = session.saver
     where.moment = "evaluation"
-    if news:
-        writer.event(run.start.step, news)
+    for event in news:
+        writer.event(run.start.step, event)
     if not run.checkpoint:
         validation = evaluate(run, engine, 0, writer)
     for step in range(run.start.step + 1, training.max_steps + 1):
@@ -299,7 +301,7 @@ def gradient_norm(engine: Any) -> float | None:
     return None if norm is None else float(norm)
 
 
-def evaluate(run: Run, engine: Any, step: int, writer: metrics.MetricsWriter) -> float:
+def evaluate(run: Run, engine: Any, step: int, writer: MetricsWriter) -> float:
     """Log each validation set's loss; returns their mean, each set counting the same."""
     losses = {
         name: validation_loss(engine, validation_batches(run, engine, corpus))

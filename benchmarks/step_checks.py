@@ -24,10 +24,10 @@ from configs.deepspeed import resolve
 from configs.schema import load_config
 from training.engine import build_engine, read_ranks, start_process_group, train_step
 from training.guard import Agreement, Guard
-from training.metrics import MetricsWriter
 from training.pulse import Pulse
 from training.spikes import Spikes
 from training.stop import Stop
+from training.tracking import MetricsWriter
 
 CONFIG = "configs/quickstart.json"
 CALLS = 2000

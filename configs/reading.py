@@ -121,3 +121,13 @@ def _field_names(schema: type[BaseModel], location: list[str]) -> list[str]:
         candidates = [annotation, *getattr(annotation, "__args__", ())]
         schema = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
     return sorted({field.alias or name for name, field in schema.model_fields.items()})
+
+
+def flatten(node: Any, path: str = "") -> dict[str, Any]:
+    """The values of nested dictionaries and lists, by dotted key."""
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    flat: dict[str, Any] = {}
+    for key, value in items:
+        name = f"{path}.{key}" if path else str(key)
+        flat |= flatten(value, name) if isinstance(value, dict | list) else {name: value}
+    return flat

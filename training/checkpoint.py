@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import ValidationError
 
+from configs.reading import flatten
 from configs.schema import RunConfig, load_config
 from model.gpt import GPT, build
 from training import store
@@ -107,7 +108,7 @@ def claim_run_folder(config: RunConfig, *, restart: bool = False) -> None:
 
 def config_differences(old: RunConfig, new: RunConfig) -> list[str]:
     """The keys that keep a run from being continued, with both values."""
-    before, after = _flatten(old.model_dump()), _flatten(new.model_dump())
+    before, after = flatten(old.model_dump()), flatten(new.model_dump())
     return [
         f"{key}: the run has {json.dumps(before.get(key))}, the config {json.dumps(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
@@ -115,15 +116,6 @@ def config_differences(old: RunConfig, new: RunConfig) -> list[str]:
         and not key.startswith(FREE_SECTIONS)
         and before.get(key) != after.get(key)
     ]
-
-
-def _flatten(node: Any, path: str = "") -> dict[str, Any]:
-    items = node.items() if isinstance(node, dict) else enumerate(node)
-    flat: dict[str, Any] = {}
-    for key, value in items:
-        name = f"{path}.{key}" if path else str(key)
-        flat |= _flatten(value, name) if isinstance(value, dict | list) else {name: value}
-    return flat
 
 
 class NoCheckpoint(RuntimeError):

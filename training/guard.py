@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.metrics import MetricsWriter
 from training.spikes import Spikes
 from training.stop import REASONS, Stop
 from training.store import naming
+from training.tracking import Event, MetricsWriter
 
 REPORT = "bad_steps.json"
 
@@ -195,7 +195,7 @@ class Guard:
         self, step: int, reason: str, loss: float, consumed: list[int], findings: list[Finding]
     ) -> None:
         first = f": {findings[0]}" if findings else ""
-        self._writer.event(step, f"update skipped, {reason}{first}")
+        self._writer.event(step, Event("skipped", f"update skipped, {reason}{first}"))
         self._reports.append(
             {
                 "step": step,

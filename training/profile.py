@@ -51,7 +51,7 @@ from training.profile_report import (
     show,
     write_json,
 )
-from training.report import fail
+from training.say import fail
 from training.setup import machine_of, policies_of
 
 Batch = tuple[Tensor, Tensor]

@@ -1,130 +1,239 @@
-"""What a run says of itself at its start and at its end."""
+"""Runs side by side on one page: plots, results, and what their configs differ in.
+
+    python -m training.report runs/quickstart runs/other --output report/report.html
+
+The page holds its plots and opens anywhere; they also lie beside it as PNG files.
+"""
 
 from __future__ import annotations
 
-import math
+import argparse
+import base64
+import json
+import statistics
 import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
 
-import torch
+from memory.machine import show_bytes
+from training.report_plots import Across, Panel, colour_of, plots
+from training.run_log import RunLog, read_runs
 
-from configs.deepspeed import BATCH_KEYS, precision, warnings_of
-from data.token_file import unigram_entropy
-from memory.policies import describe_policies
-from training.engine import Ranks, usable_cores
-from training.setup import Run
+Row = tuple[str, Sequence[str]]
+"""What it is, and that of each run."""
+LAST = 10
+"""Logged losses that a final loss is the mean of: one batch says little."""
+NONE = "-"
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; margin: 2rem auto;
+  max-width: 1100px; padding: 0 1rem; }
+h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.2rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 0.9rem; }
+th, td { text-align: left; vertical-align: top; padding: 0.3rem 1.2rem 0.3rem 0; }
+tr { border-bottom: 1px solid #ddd; }
+tbody th { font-weight: 500; color: #555; }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.run::before { content: ""; display: inline-block; width: 0.8em; height: 0.8em;
+  margin-right: 0.4em; background: var(--colour); }
+figure { margin: 1.8rem 0; } img { width: 100%; height: auto; }
+figcaption, .note { color: #555; font-size: 0.9rem; }
+"""
 
 
-def describe(run: Run, engine: Any) -> None:
-    """Say what really runs: the optimizer and precision that were chosen, not those asked for."""
-    config, section, ranks = run.config, run.section, run.ranks
-    micro, accumulation = (section[key] for key in BATCH_KEYS[1:])
-    length = config.training.sequence_length
-    copies = "replicas" if ranks.tensor_parallel > 1 else "ranks"
-    lines = [
-        f"model      {config.model.parameter_count():,} parameters in {precision(section)}",
-        f"ranks      {ranks.world_size} on {ranks.device.type}, each with "
-        f"{torch.get_num_threads()} threads",
-        f"batch      {section['train_batch_size'] * length:,} tokens a step: {length} tokens x "
-        f"{micro} samples x {accumulation} accumulation steps x {ranks.data_ranks} {copies}",
-        f"optimizer  {describe_optimizer(engine)}",
-        f"blocks     {describe_policies(run.policies)}",
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        if options.output.suffix != ".html":
+            raise ValueError(f"--output {options.output}: expected a file that ends in .html")
+        runs = read_runs(options.runs)
+        drawn = plots(runs, options.x)
+        write(options.output, page(runs, drawn), drawn)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.output}: {len(runs)} run{'s' * (len(runs) > 1)}, {len(drawn)} plots")
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m training.report",
+        description=(__doc__ or "").split("\n")[0],
+        epilog="example: python -m training.report runs/quickstart --output report/report.html",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="FILE",
+        help="the page to write, an .html file; the plots go beside it",
+    )  # fmt: skip
+    across: list[Across] = ["step", "tokens"]
+    parser.add_argument(
+        "--x", choices=across, default="step",
+        help="what the plots count: tokens compare runs of different batch sizes (default: step)",
+    )  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+def write(output: Path, html: str, drawn: Mapping[Panel, bytes]) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for panel, png in drawn.items():
+        (output.parent / f"{panel.name}.png").write_bytes(png)
+    output.write_text(html, encoding="utf-8")
+
+
+def page(runs: Sequence[RunLog], drawn: Mapping[Panel, bytes]) -> str:
+    title = " and ".join(run.name for run in runs)
+    heading, rows = ("Config", config_rows(runs))
+    if len(runs) > 1:
+        heading, rows = "Where the configs differ", different(rows)
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        table(runs, results(runs)),
+        *(figure(panel, png) for panel, png in drawn.items()),
+        f"<h2>{heading}</h2>",
+        table(runs, rows) if rows else '<p class="note">Nowhere but in their folders.</p>',
+        events(runs),
     ]
-    lines += describe_data(run)
-    if engine.module.separator is not None:
-        lines.append(f"documents  masked; token {engine.module.separator} begins each")
-    if ranks.tensor_parallel > 1:
-        lines.append(f"replicas   {ranks.data_ranks}, tensor parallel size {ranks.tensor_parallel}")
-    lines += [f"warning    {line}" for line in warnings_of(config, section, ranks.hardware())]
-    if ranks.local_world_size > usable_cores():
-        lines.append(f"warning    {ranks.local_world_size} ranks share {usable_cores()} cores")
-    if run.checkpoint:
-        lines.append(f"resuming   {run.checkpoint} at step {run.start.step}")
-    elif run.initial_weights:
-        lines.append(f"weights    {run.initial_weights}")
-    elif (Path(config.training.run_folder) / "metrics.jsonl").exists():
-        lines.append("restarting at step 0: the run folder holds no checkpoint yet")
-    say(ranks, "\n".join(lines))
-
-
-def describe_data(run: Run) -> list[str]:
-    """What the whole run reads of each corpus: a line each, and what is worth a second look."""
-    data, total, length = run.train_data, run.total_samples, run.train_data.sequence_length
-    lines, notices = [], []
-    counts = data.counts(total).tolist()
-    for entry, corpus, samples in zip(run.config.data.train, data.corpora, counts, strict=True):
-        made_by = "" if corpus.file.manifest else ", no manifest, ids as of data.tokenizer"
-        epochs = samples / corpus.samples_per_epoch
-        lines.append(
-            f"data       {entry.path}: {samples / total:.2%} of the samples and tokens, "
-            f"{samples * length:,} tokens, {epochs:.3g} epochs of {corpus.file.token_count:,} "
-            f"in {corpus.file.document_count:,} documents{made_by}"
-        )
-        if not samples:
-            notices.append(f"notice     {entry.path}: skipped, the run reads nothing of it")
-        if epochs > entry.max_epochs:
-            notices.append(
-                f"warning    {entry.path}: read {epochs:.3g} times, more than its max_epochs of "
-                f"{entry.max_epochs:g}: repeated tokens teach less and less (arXiv 2305.16264)"
-            )
-    for stage in data.stages[1:]:
-        shares = ", ".join(f"{float(share):.2%}" for share in stage.shares)
-        lines.append(f"schedule   from {stage.first * length:,} tokens: {shares}")
-        if stage.first >= total:
-            notices.append(f"notice     the run ends at {total * length:,} tokens, before that")
-    return lines + notices
-
-
-def describe_optimizer(engine: Any) -> str:
-    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    groups = optimizer.param_groups
-    shown = {key: groups[0][key] for key in ("betas", "eps", "momentum") if key in groups[0]}
-    shown["weight_decay"] = sorted({group["weight_decay"] for group in groups})
-    settings = ", ".join(f"{key}={value}" for key, value in shown.items())
-    name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    clipping = engine.gradient_clipping()
-    clipped = f"clipped at {clipping}" if 0 < clipping < math.inf else "not clipped"
-    return f"{name}({settings}), ZeRO stage {engine.zero_optimization_stage()}, {clipped}"
-
-
-def describe_milder(run: Run, milder: Run) -> str:
-    """What an adaptation changes."""
-    batches = [config.section for config in (run, milder)]
-    changes = [
-        f"{key} {before[key]} -> {after[key]}"
-        for before, after in [batches]
-        for key in BATCH_KEYS[1:]
-        if before[key] != after[key]
-    ]
-    changes.append(f"blocks {describe_policies(milder.policies)}")
-    return "; ".join(changes)
-
-
-def conclude(run: Run, validation: float) -> None:
-    """Put the final loss beside what knowing nothing and knowing only frequencies would score."""
-    if run.ranks.rank != 0:
-        return
-    vocabulary, folder = run.config.model.vocabulary_size, run.config.training.run_folder
-    files = [corpus.file for corpus in run.validation_data.values()]
-    entropy = sum(unigram_entropy(file, vocabulary) for file in files) / len(files)
-    print(
-        f"\nvalidation loss {validation:.3f} nats a token; token frequencies alone would give "
-        f"{entropy:.3f}, a uniform guess ln {vocabulary} = {math.log(vocabulary):.3f}\n"
-        f"checkpoint in {folder}/checkpoints, metrics in {folder}/metrics.jsonl; see the curves\n"
-        f"  tensorboard --logdir {folder}\n"
-        "or generate text\n"
-        f"  python -m training.generate --checkpoint {folder} --prompt 'def '"
+    return (
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n"
+        + "\n".join(body)
+        + "\n</html>\n"
     )
 
 
-def say(ranks: Ranks, text: str) -> None:
-    if ranks.rank == 0:
-        print(text, flush=True)
+def table(runs: Sequence[RunLog], rows: Iterable[Row]) -> str:
+    """A column a run."""
+    head = "".join(
+        f'<th class="run" style="--colour: {colour_of(number)}">{escape(run.name)}</th>'
+        for number, run in enumerate(runs)
+    )
+    body = "".join(
+        f"<tr><th>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n"
+        for name, cells in rows
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead>\n'
+        f"<tbody>{body}</tbody></table></div>"
+    )
 
 
-def fail(error: Exception | str, code: int, ranks: Ranks | None = None) -> int:
-    """One line for a mistake; returns the exit code."""
-    if ranks is None or ranks.local_rank == 0:  # all ranks of a host find the same mistakes
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    return code
+def figure(panel: Panel, png: bytes) -> str:
+    source = "data:image/png;base64," + base64.b64encode(png).decode()
+    caption = f"<figcaption>{escape(panel.caption)}</figcaption>" if panel.caption else ""
+    return f'<figure><img alt="{escape(panel.title)}" src="{source}">{caption}</figure>'
+
+
+def events(runs: Sequence[RunLog]) -> str:
+    """What happened, in a table of three columns."""
+    rows = "".join(
+        f"<tr><td>{escape(run.name)}</td><td>{event['step']:,}</td>"
+        f"<td>{escape(event['event'])}</td></tr>\n"
+        for run in runs
+        for event in run.events
+    )
+    head = "<thead><tr><th>run</th><th>step</th><th>what happened</th></tr></thead>"
+    return (
+        f'<h2>Events</h2>\n<div class="scroll"><table>{head}\n<tbody>{rows}</tbody></table></div>'
+        if rows
+        else ""
+    )
+
+
+def results(runs: Sequence[RunLog]) -> list[Row]:
+    """How far each run came, how well, how fast and in how much memory."""
+    rows: list[tuple[str, Callable[[RunLog], str]]] = [
+        ("steps", steps),
+        ("tokens", lambda run: f"{run.training[-1]['tokens']:,}"),
+        (f"training loss, mean of the last {LAST} logged", final_loss),
+    ]
+    for key in sorted({key for run in runs for key in run.sets}):
+        rows.append((key.replace("_", " ") + ", last", last_of(key)))
+    rows += [
+        ("lowest validation loss", lowest),
+        ("tokens a second, median", lambda run: median(run, "tokens_per_second", ",.0f")),
+        ("MFU, median", lambda run: median(run, "mfu", ".1%")),
+        ("time in steps", lambda run: duration(step_seconds(run))),
+        ("peak memory of rank 0", lambda run: show_bytes(peak(run))),
+        ("planned", lambda run: show_bytes(run.planned_bytes) if run.plan else NONE),
+        ("events", counted_events),
+        ("versions", lambda run: ", ".join(map(" ".join, run.versions.items())) or NONE),
+    ]
+    return [(name, [cell(run) for run in runs]) for name, cell in rows]
+
+
+def steps(run: RunLog) -> str:
+    return f"{run.training[-1]['step']:,} of {run.config['training.max_steps']:,}"
+
+
+def last_of(key: str) -> Callable[[RunLog], str]:
+    def last(run: RunLog) -> str:
+        _, losses = run.values(key) if key in run.sets else ([], [])
+        return f"{losses[-1]:.4f}" if losses else NONE
+
+    return last
+
+
+def final_loss(run: RunLog) -> str:
+    _, losses = run.values("loss")
+    return f"{statistics.fmean(losses[-LAST:]):.4f}"
+
+
+def lowest(run: RunLog) -> str:
+    found = [
+        (line["validation_loss"], line["step"])
+        for line in run.evaluations
+        if line["validation_loss"] is not None
+    ]
+    return "{:.4f} at step {:,}".format(*min(found)) if found else NONE
+
+
+def median(run: RunLog, key: str, form: str) -> str:
+    numbers = [line[key] for line in run.training if line.get(key) is not None]
+    return format(statistics.median(numbers), form) if numbers else NONE
+
+
+def step_seconds(run: RunLog) -> float:
+    """Of all steps up to the last one logged: each line holds the mean since the one before."""
+    total, before = 0.0, 0
+    for line in run.training:
+        total += line["step_seconds"] * (line["step"] - before)
+        before = line["step"]
+    return total
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def peak(run: RunLog) -> int:
+    return max(line["memory_peak_bytes"] for line in run.training)
+
+
+def counted_events(run: RunLog) -> str:
+    counts = Counter(event.get("kind", "other") for event in run.events)
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.items()) or NONE
+
+
+def config_rows(runs: Sequence[RunLog]) -> list[Row]:
+    """Every key but that of the run folder."""
+    keys = {key: None for run in runs for key in run.config}
+    keys.pop("training.run_folder", None)
+    return [
+        (key, [json.dumps(run.config[key]) if key in run.config else NONE for run in runs])
+        for key in keys
+    ]
+
+
+def different(rows: Iterable[Row]) -> list[Row]:
+    return [(name, cells) for name, cells in rows if len(set(cells)) > 1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

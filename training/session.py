@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from configs.deepspeed import precision
+from configs.deepspeed import BATCH_KEYS, precision
 from data.loader import Loader, read_batch
+from memory.policies import describe_policies
 from model.flops import training_flops_per_token
-from training import checkpoint, metrics
+from training import checkpoint, metrics, store
 from training.agreement import require_distinct_batches
 from training.engine import seed_step
 from training.first_block import first_non_finite
@@ -25,6 +26,7 @@ from training.saver import Saver
 from training.setup import Run
 from training.spikes import Spikes
 from training.stop import Stop
+from training.tracking import Event, MetricsWriter
 
 EXCERPTS = 4
 """Samples whose text a report shows, of one micro-batch."""
@@ -35,7 +37,7 @@ ROLLBACKS = 3
 @dataclass
 class Session:
     loader: Loader
-    writer: metrics.MetricsWriter
+    writer: MetricsWriter
     guard: Guard
     speed: metrics.Speed
     leaks: metrics.LeakWatch
@@ -68,7 +70,7 @@ def open_session(run: Run, engine: Any, stop: Stop, saver: Saver) -> Iterator[Se
     )
     end = run.samples.number(run.total_samples)
     require_distinct_batches(ranks, loader.first_samples, run.train_data.fingerprint(end))
-    writer = metrics.MetricsWriter(
+    writer = MetricsWriter(
         folder,
         start_step=run.start.step,
         max_steps=training.max_steps,
@@ -87,6 +89,27 @@ def open_session(run: Run, engine: Any, stop: Stop, saver: Saver) -> Iterator[Se
     guard.has_checkpoint = run.checkpoint is not None
     with loader, writer:
         yield Session(loader, writer, guard, measure_speed(run), metrics.LeakWatch(), saver)
+
+
+def beginning(run: Run) -> list[Event]:
+    """Where a run comes from, and what was changed since it was there or asked for."""
+    blocks = f"blocks {describe_policies(run.policies)}"
+    if run.checkpoint is None:
+        folder = Path(run.config.training.run_folder)
+        earlier = sorted(path.name for path in folder.glob("before-restart-*"))
+        kept = f"; earlier runs are in {', '.join(earlier)}" if earlier else ""
+        events = [Event("start", f"started: {run.layout}; {blocks}{kept}")]
+    else:
+        converted = f", converted from {run.converted_from}" if run.converted_from else ""
+        words = f"resumed from {run.checkpoint.name}: {run.layout}{converted}; {blocks}"
+        events = [Event("resume", words)]
+        before = store.read_manifest(run.checkpoint).config["activation_checkpointing"]
+        if before != store.as_json(run.asked.activation_checkpointing.model_dump()):
+            events.append(Event("policy", f"activation checkpointing changed: {blocks}"))
+    if run.config != run.asked:
+        sizes = ", ".join(f"{key} {run.section[key]}" for key in BATCH_KEYS[1:])
+        events.append(Event("policy", f"adapted to the memory there is: {sizes}, {blocks}"))
+    return events
 
 
 def measure_speed(run: Run) -> metrics.Speed:
@@ -129,7 +152,7 @@ def investigate(run: Run, engine: Any, step: int, samples_before: int) -> list[F
 
 def roll_back(
     run: Run, engine: Any, saver: Saver, spike: RollBack, earlier: list[int]
-) -> tuple[Run, str]:
+) -> tuple[Run, Event]:
     """The run at its last checkpoint, behind whose samples follow those behind the spike.
 
     A collective call.
@@ -157,9 +180,10 @@ def roll_back(
     order = run.samples
     first, last = (order.number(n) for n in (start.samples_consumed, spike.samples_consumed - 1))
     skipped = [*order.ranges, [first, last]]
-    news = (
+    news = Event(
+        "rollback",
         f"rolled back from step {spike.step}, whose loss is a spike; samples {first} to {last} are "
-        "stepped over"
+        "stepped over",
     )
     start = replace(start, skipped_samples=skipped)
     return replace(run, start=start, checkpoint=search.found), news

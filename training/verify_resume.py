@@ -24,7 +24,7 @@ from torch import Tensor
 
 from configs.reading import ConfigError
 from configs.schema import load_config
-from training.report import fail
+from training.say import fail
 from training.unpickling import load_states
 
 TRAIN = Path(__file__).parents[1] / "train.py"

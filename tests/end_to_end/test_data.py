@@ -120,7 +120,7 @@ import sys
 from dataclasses import replace
 from training.agreement import RanksDisagree, require_distinct_batches
 from training.engine import read_ranks, start_process_group
-from training.report import fail
+from training.say import fail
 
 ranks = read_ranks()
 start_process_group(ranks)

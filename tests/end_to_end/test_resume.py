@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.conftest import read_metrics
 from training import store
 
 CASES = [
@@ -55,6 +56,10 @@ def test_resumed_losses_are_identical(
     resumed = command.train(halved, ranks=ranks)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "step-00000010" in resumed.stdout
+
+    events = [line for line in read_metrics(tmp_path / "halved") if "event" in line]
+    assert [(line["step"], line["kind"]) for line in events] == [(0, "start"), (10, "resume")]
+    assert events[1]["event"].startswith("resumed from step-00000010: ")
 
     expected, found = losses(str(tmp_path / "whole")), losses(str(tmp_path / "halved"))
     assert list(found) == list(range(1, 21))

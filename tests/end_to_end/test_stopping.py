@@ -176,7 +176,7 @@ def test_after_a_rollback_the_run_is_one_that_never_saw_the_samples(
     assert done.returncode == 0, done.stderr[-3000:]
     run_folder = Path(spiking["training"]["run_folder"])
     events = [json.loads(t) for t in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    (event,) = [line for line in events if "event" in line]
+    (event,) = [line for line in events if line.get("kind") == "rollback"]
     resumed = command.train(spiking, ranks=2)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     latest = (run_folder / "checkpoints" / "latest").read_text()

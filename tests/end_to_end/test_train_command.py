@@ -45,12 +45,17 @@ def test_one_process_leaves_a_complete_run_folder(
         "step_seconds", "data_wait_seconds", "memory_peak_bytes", "memory_alive_bytes",
         "skipped_steps",
     }  # fmt: skip
+    (event,) = [line for line in lines if "event" in line]
+    assert (event["step"], event["kind"]) == (0, "start")
+    assert event["event"] == "started: 1 rank, ZeRO 0; blocks none: 0-1"
     assert [line["samples"] for line in training] == [8, 16, 24, 32]
     assert training[0]["tokens"] == 8 * 16
     for line in training:
         assert line["tokens_per_second"] == pytest.approx(8 * 16 / line["step_seconds"])
         assert 0 < line["mfu"] < 1
-    evaluations = {line["step"]: line["validation_loss"] for line in lines if "loss" not in line}
+    evaluations = {
+        line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line
+    }
     assert list(evaluations) == [0, 4]
     assert evaluations[0] == pytest.approx(math.log(67), abs=0.05), "untrained, it guesses"
     assert len(list((folder / "tensorboard").iterdir())) == 1

@@ -18,7 +18,7 @@ from data.token_file import TokenFileWriter
 from training.agreement import disagreement
 from training.checkpoint import Progress
 from training.engine import Ranks
-from training.report import describe_data
+from training.say import describe_data
 from training.setup import Run, open_data, prepare, require_same_past
 
 ALONE = Ranks(0, 0, 1, 1, torch.device("cpu"))

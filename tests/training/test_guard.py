@@ -23,12 +23,12 @@ from data.train_tokenizer import train_tokenizer
 from training import checkpoint, samples
 from training.engine import _check_gradients
 from training.guard import REPORT, BadSteps, Finding, Guard, RollBack
-from training.metrics import MetricsWriter
 from training.pulse import Pulse
 from training.replicas import digest, odd_ones
 from training.setup import open_data, require_untrained
 from training.spikes import Spikes
 from training.stop import Stop
+from training.tracking import MetricsWriter
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -131,6 +131,7 @@ def test_a_bad_step_is_reported_with_its_first_place(
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line == {
         "step": 5,
+        "kind": "skipped",
         "event": "update skipped, non-finite gradients: block 3 backward, gradient of its input, "
         "micro-batch 1 of rank 0, samples 18 to 19",
     }
