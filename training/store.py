@@ -277,7 +277,11 @@ def begin_anew(run_folder: Path) -> Path | None:
     Its checkpoints and its config go last: cut off in between, the run is resumed, not mixed.
     """
     last = {"checkpoints": 1, "config.json": 2}
-    entries = [path for path in run_folder.iterdir() if not path.name.startswith("before-restart-")]
+    entries = [
+        path
+        for path in run_folder.iterdir()
+        if not path.name.startswith("before-restart-") and path.name != "logs"  # being written
+    ]
     if not entries:
         return None
     numbers = [int(path.name.rpartition("-")[2]) for path in run_folder.glob("before-restart-*")]
