@@ -90,8 +90,8 @@ def claim_run_folder(config: RunConfig, *, restart: bool = False) -> None:
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder}: no permission to write into this run folder")
     store.close_to_the_world(folder)
-    # Of training/profile.py, of a rehearsal that did not fit, and of --restart.
-    before_training = re.compile(r"profile|out_of_memory(_rank\d+)?\.json|before-restart-\d+")
+    # Of training/profile.py, launch/, a rehearsal that did not fit, and of --restart.
+    before_training = re.compile(r"profile|logs|out_of_memory(_rank\d+)?\.json|before-restart-\d+")
     if all(before_training.fullmatch(entry.name) for entry in folder.iterdir()):
         return
     if not (folder / "config.json").exists():

@@ -314,7 +314,8 @@ def begin_anew(run_folder: Path) -> Path | None:
     entries = [
         path
         for path in run_folder.iterdir()
-        if path.name != INITIAL and not path.name.startswith("before-restart-")
+        if path.name not in (INITIAL, "logs")  # logs: being written
+        and not path.name.startswith("before-restart-")
     ]
     if not entries:
         return None
