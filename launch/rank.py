@@ -20,7 +20,10 @@ def main() -> NoReturn:
     logs, *arguments = sys.argv[1:]
     log = Path(logs) / f"rank{os.environ['RANK']}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    output = open_tee(log) if os.environ["RANK"] == "0" else log.open("ab").detach().fileno()
+    if os.environ["RANK"] == "0":
+        output = open_tee(log)
+    else:
+        output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     os.dup2(output, 1)
     os.dup2(output, 2)
     train = Path(__file__).parent.parent / "train.py"
