@@ -154,8 +154,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 def test_a_browser_shows_the_page(write_run: Callable[..., Path], tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        if os.environ.get("CI_REQUIRES_LAUNCHERS") == "1":
-            pytest.fail("no chromium, and CI_REQUIRES_LAUNCHERS=1")
+        if os.environ.get("CI_REQUIRES_TOOLS") == "1":
+            pytest.fail("no chromium, and CI_REQUIRES_TOOLS=1")
         pytest.skip("no chromium to open the page in")
     output, shot = tmp_path / "report.html", tmp_path / "page.png"
     runs = [str(write_run(name, long_run(seed))) for seed, name in enumerate(("one", "two"))]
