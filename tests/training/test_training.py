@@ -144,6 +144,8 @@ def test_what_is_found_wrong_after_the_ranks_have_met_is_one_line(
     def fail(*_: Any) -> None:
         raise error
 
+    store = torch.distributed.HashStore()
+    environment.setattr("training.alarm.distributed_c10d._get_default_store", lambda: store)
     environment.setattr(train, "start_process_group", lambda *_, **__: None)
     environment.setattr(train, "resume", lambda run, **_: run)
     environment.setattr(train, "train", fail)
