@@ -18,7 +18,7 @@ BATCH = 8
 @pytest.mark.parametrize(
     ("ranks", "in_background", "operations", "moments"),
     [
-        pytest.param(1, True, 25, 5, id="background"),
+        pytest.param(1, True, 30, 5, id="background"),
         pytest.param(2, True, 6, 2, id="background-2ranks"),
         pytest.param(2, False, 4, 3, id="foreground-2ranks"),
     ],
