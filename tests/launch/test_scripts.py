@@ -108,7 +108,7 @@ def test_a_killed_rank_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_signal_to_the_script_saves_and_the_same_command_continues(
+def test_a_signal_to_the_script_saves(
     name: str, altered: Callable[..., Any], launch: Callable[..., Any]
 ) -> None:
     run = launch(name, altered(ENDLESS))
