@@ -9,6 +9,8 @@ from typing import Any
 from configs.schema import RunConfig
 from data.manifest import read_manifest
 from training import store
+from training.run_log import read_lines
+from training.tracking import LOG
 
 
 def model_card(
@@ -38,7 +40,7 @@ def model_card(
         f"Logits in float32 were compared with those of the model that was trained: the largest "
         f"difference is {difference:.1e} of the largest logit.\n",
         "## Losses\n",
-        _losses(run_folder, step),
+        losses(run_folder, step),
         "## Corpora\n",
         *[_corpus(entry.path) for entry in config.data.train],
         "## Configuration of the run\n",
@@ -49,16 +51,15 @@ def model_card(
     return "\n".join(parts)
 
 
-def _losses(run_folder: Path, step: int) -> str:
+def losses(run_folder: Path, step: int) -> str:
     """The last of each kind up to the checkpoint, in nats a token."""
     try:
-        text = (run_folder / "metrics.jsonl").read_text(encoding="utf-8")
-        entries = [json.loads(line) for line in text.splitlines()]
+        entries = read_lines(run_folder / LOG)
     except (OSError, ValueError):
         return "Not recorded.\n"
     rows = ["| | step | nats a token |", "|---|---|---|"]
     for key, title in (("loss", "training"), ("validation_loss", "validation")):
-        known = [entry for entry in entries if key in entry and entry["step"] <= step]
+        known = [entry for entry in entries if entry.get(key) is not None and entry["step"] <= step]
         rows += [f"| {title} | {e['step']:,} | {e[key]:.4f} |" for e in known[-1:]]
     return "\n".join(rows) + "\n"
 

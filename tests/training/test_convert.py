@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaC
 from configs.schema import RunConfig, load_config
 from model.generate import generate
 from model.gpt import GPT, build
-from training import convert, store
+from training import convert, model_card, store
 from training.weights import start_from
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -224,3 +224,15 @@ def test_logits_that_differ_leave_nothing(
     assert export(tmp_path / "run", tmp_path / "out") == 1
     assert "logits differ" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_card_has_the_last_losses_that_are_numbers(tmp_path: Path) -> None:
+    """A log may hold losses that were no number, and end in a line that a crash cut off."""
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 3.5}\n{"step": 2, "validation_loss": 3.25}\n'
+        '{"step": 2, "loss": null}\n{"step": 3, "loss": 1.0}\n{"step": 4, "lo'
+    )
+    assert model_card.losses(tmp_path, 2).splitlines()[2:] == [
+        "| training | 1 | 3.5000 |",
+        "| validation | 2 | 3.2500 |",
+    ]
