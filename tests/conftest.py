@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -207,6 +209,23 @@ class Command:
 @pytest.fixture
 def command(tmp_path: Path) -> Command:
     return Command(tmp_path)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def find_tool(*names: str) -> str:
+    """The path of the first of these programs; a test without any is skipped, or fails in CI."""
+    for name in names:
+        if path := shutil.which(name):
+            return path
+    reason = f"{' and '.join(names)} not installed"
+    if os.environ.get("CI_REQUIRES_TOOLS") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 def read_metrics(run_folder: str | Path) -> list[dict[str, Any]]:

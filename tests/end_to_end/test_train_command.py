@@ -17,17 +17,13 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import free_port
+
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 
 
 def short(config: dict[str, Any], steps: int = 2) -> list[str]:
     return ["--set", f"training.max_steps={steps}", "--set", "training.save_interval=100"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.slow

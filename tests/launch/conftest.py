@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import CLEAN, ROOT, Command
+from tests.conftest import CLEAN, ROOT, Command, free_port
 
 ENDLESS = {
     "training.max_steps": 1_000_000,
@@ -68,7 +68,7 @@ class Launched:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, free_port: Callable[[], int]) -> Any:
+def launch(tmp_path: Path) -> Any:
     """launch(NAME, config) starts two ranks of it under launch/NAME.sh."""
     started: list[Launched] = []
 
@@ -86,18 +86,6 @@ def launch(tmp_path: Path, free_port: Callable[[], int]) -> Any:
                 process.kill()
             run.process.kill()
             run.process.wait()
-
-
-@pytest.fixture
-def free_port() -> Callable[[], int]:
-    import socket
-
-    def find() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
-
-    return find
 
 
 @pytest.fixture

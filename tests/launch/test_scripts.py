@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.run import split
-from tests.conftest import ROOT
+from tests.conftest import ROOT, find_tool
 from tests.launch.conftest import ENDLESS
 
 SCRIPTS = ["single_node", "torchrun"]
@@ -27,13 +25,10 @@ if os.environ.get("RANK") == "1":
 """
 
 
-def test_the_scripts_are_clean(tmp_path: Path) -> None:
-    if not shutil.which("shellcheck"):
-        if os.environ.get("CI_REQUIRES_TOOLS") == "1":
-            pytest.fail("no shellcheck, and CI_REQUIRES_TOOLS=1")
-        pytest.skip("shellcheck is not installed")
+def test_the_scripts_are_clean() -> None:
+    shellcheck = find_tool("shellcheck")
     scripts = sorted(map(str, (ROOT / "launch").glob("*.sh")))
-    done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)
+    done = subprocess.run([shellcheck, *scripts], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from tests.conftest import find_tool
 from training.report import duration, final_loss, lowest, main, step_seconds
 from training.report_plots import PANELS, smoothed
 from training.run_log import read_run, read_runs
@@ -152,11 +151,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 
 @pytest.mark.slow
 def test_a_browser_shows_the_page(write_run: Callable[..., Path], tmp_path: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        if os.environ.get("CI_REQUIRES_TOOLS") == "1":
-            pytest.fail("no chromium, and CI_REQUIRES_TOOLS=1")
-        pytest.skip("no chromium to open the page in")
+    browser = find_tool("chromium", "google-chrome")
     output, shot = tmp_path / "report.html", tmp_path / "page.png"
     runs = [str(write_run(name, long_run(seed))) for seed, name in enumerate(("one", "two"))]
     assert main([*runs, "--output", str(output)]) == 0
